@@ -1,0 +1,1 @@
+"""Who a node or a tenant is: places, certificates, API keys, signing."""

@@ -1,0 +1,271 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PutPolicyRequest(_message.Message):
+    __slots__ = ("tenant", "yaml", "expected_version")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    YAML_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    yaml: str
+    expected_version: int
+    def __init__(self, tenant: _Optional[str] = ..., yaml: _Optional[str] = ..., expected_version: _Optional[int] = ...) -> None: ...
+
+class PutPolicyResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class StoredPolicy(_message.Message):
+    __slots__ = ("tenant", "yaml", "version")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    YAML_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    yaml: str
+    version: int
+    def __init__(self, tenant: _Optional[str] = ..., yaml: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class GetPolicyRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class GetPolicyResponse(_message.Message):
+    __slots__ = ("policy",)
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    policy: StoredPolicy
+    def __init__(self, policy: _Optional[_Union[StoredPolicy, _Mapping]] = ...) -> None: ...
+
+class ListPoliciesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListPoliciesResponse(_message.Message):
+    __slots__ = ("policies",)
+    POLICIES_FIELD_NUMBER: _ClassVar[int]
+    policies: _containers.RepeatedCompositeFieldContainer[StoredPolicy]
+    def __init__(self, policies: _Optional[_Iterable[_Union[StoredPolicy, _Mapping]]] = ...) -> None: ...
+
+class DeletePolicyRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class DeletePolicyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ValidatePolicyRequest(_message.Message):
+    __slots__ = ("yaml",)
+    YAML_FIELD_NUMBER: _ClassVar[int]
+    yaml: str
+    def __init__(self, yaml: _Optional[str] = ...) -> None: ...
+
+class ValidatePolicyResponse(_message.Message):
+    __slots__ = ("problems",)
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    problems: _containers.RepeatedCompositeFieldContainer[PolicyProblem]
+    def __init__(self, problems: _Optional[_Iterable[_Union[PolicyProblem, _Mapping]]] = ...) -> None: ...
+
+class PolicyProblem(_message.Message):
+    __slots__ = ("line", "column", "path", "message")
+    LINE_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    line: int
+    column: int
+    path: str
+    message: str
+    def __init__(self, line: _Optional[int] = ..., column: _Optional[int] = ..., path: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class CreateTenantRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class CreateTenantResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTenantsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTenantsResponse(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[Tenant]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[Tenant, _Mapping]]] = ...) -> None: ...
+
+class Tenant(_message.Message):
+    __slots__ = ("tenant", "keys")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    keys: _containers.RepeatedCompositeFieldContainer[KeyInfo]
+    def __init__(self, tenant: _Optional[str] = ..., keys: _Optional[_Iterable[_Union[KeyInfo, _Mapping]]] = ...) -> None: ...
+
+class KeyInfo(_message.Message):
+    __slots__ = ("key_id", "role", "created_unix_s", "revoked")
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
+    key_id: str
+    role: str
+    created_unix_s: int
+    revoked: bool
+    def __init__(self, key_id: _Optional[str] = ..., role: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., revoked: _Optional[bool] = ...) -> None: ...
+
+class IssueKeyRequest(_message.Message):
+    __slots__ = ("tenant", "role")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    role: str
+    def __init__(self, tenant: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
+
+class IssueKeyResponse(_message.Message):
+    __slots__ = ("key_id", "api_key")
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    API_KEY_FIELD_NUMBER: _ClassVar[int]
+    key_id: str
+    api_key: str
+    def __init__(self, key_id: _Optional[str] = ..., api_key: _Optional[str] = ...) -> None: ...
+
+class RevokeKeyRequest(_message.Message):
+    __slots__ = ("key_id",)
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    key_id: str
+    def __init__(self, key_id: _Optional[str] = ...) -> None: ...
+
+class RevokeKeyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NodeView(_message.Message):
+    __slots__ = ("node_id", "tier", "site", "region", "jurisdiction", "state", "address", "models", "running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "age_s", "rtt_s", "goodput_bytes_per_s", "draining")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    JURISDICTION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_USED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    RTT_S_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    tier: str
+    site: str
+    region: str
+    jurisdiction: str
+    state: str
+    address: str
+    models: _containers.RepeatedCompositeFieldContainer[NodeModel]
+    running: int
+    waiting: int
+    waiting_prefill_tokens: int
+    kv_used_tokens: int
+    kv_capacity_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    age_s: float
+    rtt_s: float
+    goodput_bytes_per_s: float
+    draining: bool
+    def __init__(self, node_id: _Optional[str] = ..., tier: _Optional[str] = ..., site: _Optional[str] = ..., region: _Optional[str] = ..., jurisdiction: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[NodeModel, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., age_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class NodeModel(_message.Message):
+    __slots__ = ("id", "weights_dtype", "max_context_tokens", "layout_hash", "weights_lineage", "digest", "kv_bytes_per_token")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    weights_dtype: str
+    max_context_tokens: int
+    layout_hash: str
+    weights_lineage: str
+    digest: str
+    kv_bytes_per_token: int
+    def __init__(self, id: _Optional[str] = ..., weights_dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., layout_hash: _Optional[str] = ..., weights_lineage: _Optional[str] = ..., digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ...) -> None: ...
+
+class Snapshot(_message.Message):
+    __slots__ = ("version", "nodes", "registry_age_s", "made_unix_s")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    MADE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeView]
+    registry_age_s: float
+    made_unix_s: float
+    def __init__(self, version: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeView, _Mapping]]] = ..., registry_age_s: _Optional[float] = ..., made_unix_s: _Optional[float] = ...) -> None: ...
+
+class GetSnapshotRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetSnapshotResponse(_message.Message):
+    __slots__ = ("snapshot",)
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    snapshot: Snapshot
+    def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ...) -> None: ...
+
+class WatchSnapshotRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchSnapshotResponse(_message.Message):
+    __slots__ = ("snapshot",)
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    snapshot: Snapshot
+    def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ...) -> None: ...
+
+class MigrateRequest(_message.Message):
+    __slots__ = ("request_id", "node_id", "tier")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    node_id: str
+    tier: str
+    def __init__(self, request_id: _Optional[str] = ..., node_id: _Optional[str] = ..., tier: _Optional[str] = ...) -> None: ...
+
+class MigrateResponse(_message.Message):
+    __slots__ = ("from_node_id", "to_node_id", "kv_wire_bytes", "kv_tokens", "pause_s")
+    FROM_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    TO_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    from_node_id: str
+    to_node_id: str
+    kv_wire_bytes: int
+    kv_tokens: int
+    pause_s: float
+    def __init__(self, from_node_id: _Optional[str] = ..., to_node_id: _Optional[str] = ..., kv_wire_bytes: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., pause_s: _Optional[float] = ...) -> None: ...

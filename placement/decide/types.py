@@ -1,0 +1,170 @@
+"""Values that the decision core reads and returns. Frozen; no I/O, clock, protobuf or engine.
+
+The snapshot is columnar: one numpy array per fact over all nodes, so that filters and scores work on whole
+arrays and cost does not grow with Python objects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntFlag
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh.identity.place import Place, Tier
+
+BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+class PlanShape(Enum):
+    """What a plan looks like; the numbers are those of the wire."""
+
+    LOCAL = 1  # the edge does all
+    CORE = 2  # the core does all
+    SPLIT = 3  # the core prefills, KV moves, the edge decodes
+    OFFLOAD = 4  # the edge starts, KV moves, the core goes on
+
+
+class Reason(IntFlag):
+    """Why a node was refused; a node may have several."""
+
+    MODEL = 1  # does not serve the model
+    LABEL = 2  # policy does not allow the label there
+    NOT_READY = 4  # disconnected, retired or unreachable
+    DRAINING = 8
+    STALE = 16  # its load is older than the limit: counts as busy
+    CAPACITY = 32  # KV pool cannot take the request now
+    CONTEXT = 64  # prompt and output exceed its context
+    WISH = 128  # the caller's placement wish excludes it
+    UNREACHABLE_FROM_ENTRY = 256  # neither dialled nor attached
+    EXCLUDED = 512  # tried before in this request and failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """All nodes at one moment as seen from one entry. Row i of every array is node i; rows sorted by node id.
+
+    `entry_row` is the entry's own engine (-1 for an entry without one, the placement service).
+    `rtt_s` and `goodput_bytes_per_s` are from the entry to the node; between two other nodes the planner takes
+    the sum of round trips and the smaller goodput. NaN: not measured.
+    `models`: bool [n_nodes, n_models], columns named by `model_ids`.
+    """
+
+    version: int
+    places: tuple[Place, ...]
+    entry_row: int
+    model_ids: tuple[str, ...]
+    models: BoolArray
+    tier_edge: BoolArray
+    ready: BoolArray
+    draining: BoolArray
+    reachable: BoolArray  # the entry can give it work
+    age_s: FloatArray
+    running: IntArray
+    waiting: IntArray
+    waiting_prefill_tokens: IntArray
+    kv_free_tokens: IntArray
+    kv_capacity_tokens: IntArray
+    max_context_tokens: IntArray
+    kv_bytes_per_token: IntArray  # f16
+    prefill_tokens_per_s: FloatArray
+    decode_tokens_per_s: FloatArray
+    rtt_s: FloatArray
+    goodput_bytes_per_s: FloatArray
+    cached_tokens: IntArray  # prefix hit of this request where known, else 0
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.places)
+
+    def row_of(self, node_id: str) -> int:
+        """Row of a node, -1 if unknown."""
+        return next((i for i, p in enumerate(self.places) if p.node_id == node_id), -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What the caller asked for; checked like any other choice. Empty fields wish nothing."""
+
+    shape: PlanShape | None = None
+    node_id: str = ""
+    site: str = ""
+    tier: Tier | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRequest:
+    """The features of a request that placement may look at; never its text."""
+
+    tenant: str
+    model: str
+    label: str  # effective, after all raises
+    prompt_tokens: int
+    max_tokens: int
+    expected_tokens: int  # guess of the output length; at most max_tokens
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    deadline_s: float | None = None
+    wish: Wish = Wish()
+    exclude: frozenset[str] = frozenset()  # node ids that failed this request already
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """`prefill_row` and `decode_row` of a plan as places; equal for local and core."""
+
+    kind: str  # "run", "prefill", "move_kv", "decode"
+    place: Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One scored way. Seconds; `cost_s` includes price and is what is minimised."""
+
+    shape: PlanShape
+    prefill: Place
+    decode: Place
+    cost_s: float
+    ttft_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Nodes refused for one reason: how many, and the first few."""
+
+    reason: Reason
+    count: int
+    node_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to do: `choice`, then `fallbacks` in order, all filtered by the same policy. `rule` is the policy's
+    rule that allowed the choice. `codec` of KV if it moves."""
+
+    choice: Candidate
+    fallbacks: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]  # best first, the choice included
+    refused: tuple[Refused, ...]
+    rule: str
+    policy_version: int
+    codec: str = "f16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """No plan. `permanent`: no node of the mesh could ever serve it (NoCapableNode, or PolicyDenied if the
+    wish asked for what policy forbids); else some node that could is down or full now, and `missing` names it.
+    `rule` names the policy's rule that left no other node."""
+
+    permanent: bool
+    denied: bool
+    rule: str
+    missing: tuple[str, ...]
+    refused: tuple[Refused, ...]
+    message: str
+    overloaded: bool = False  # it would do but for capacity: back off
