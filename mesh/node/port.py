@@ -28,6 +28,7 @@ class WorkContext:
     salt: bytes  # cache namespace, derived at the entry
     policy_version: int
     deadline_s: float | None = None  # remaining time; None: no limit
+    entry_site: str = ""  # site of the entry, what a policy's `own` means; empty: no site is `own`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
