@@ -1,0 +1,208 @@
+"""From an untrusted request to an accepted one: everything is checked here, before anything leaves the entry.
+
+Tokenises once; ids travel from here on. Raises InvalidRequest naming the field, or UnknownModel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mesh.errors import InvalidRequest, NotImplementedHere, UnknownModel
+from mesh.identity.principal import Principal
+from mesh.model.description import ModelDescription
+from mesh.model.tokenizer import Tokenizer
+from mesh.node.sampling import SamplingParams
+from mesh.v1 import common_pb2 as common
+from mesh.v1 import inference_pb2 as pb
+from placement.decide.types import PlacementRequest, PlanShape, Wish
+from placement.policy.model import Policy
+
+MAX_PROMPT_CHARS = 2_000_000
+MAX_CHAT_MESSAGES = 1_000
+MAX_IDEMPOTENCY_KEY_CHARS = 128
+DEFAULT_MAX_TOKENS = 256
+EXPECTED_TOKENS = 128  # guess of an output's length where nothing is known
+_INLINE_CHARS = 16_000  # longer text is tokenised off the event loop (about 10 ms)
+_CHAT_ROLES = frozenset({"system", "user", "assistant"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model as an entry needs it: facts and tokenizer, no weights."""
+
+    description: ModelDescription
+    tokenizer: Tokenizer
+
+    @property
+    def model_id(self) -> str:
+        return self.description.model_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A request that passed every check. `placement` holds the features that decisions may look at."""
+
+    principal: Principal
+    model: ServedModel
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    claimed_label: str
+    placement: PlacementRequest
+    idempotency_key: str
+    resume_offset_tokens: int
+
+
+def pick_model(name: str, models: Mapping[str, ServedModel], policy: Policy) -> ServedModel:
+    """The model asked for, the policy's default, or the only one. Raises UnknownModel or PolicyDenied."""
+    wanted = name or policy.default_model or (next(iter(models)) if len(models) == 1 else "")
+    if not wanted:
+        raise InvalidRequest(f"model is required: one of {', '.join(sorted(models))}", field="model")
+    if wanted not in models:
+        raise UnknownModel(f"unknown model {wanted[:100]!r}: this mesh serves {', '.join(sorted(models))}", field="model")
+    policy.check_model(wanted)
+    return models[wanted]
+
+
+async def encode_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
+    """Token ids of the prompt. Raises InvalidRequest: none, empty, too long, id out of range, bad chat."""
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("a prompt is required: one of text, chat, tokens", field="prompt")
+    if kind == "tokens":
+        assert isinstance(request, pb.GenerateRequest)
+        return _checked_ids(request.tokens.ids, model)
+    if kind == "text":
+        if not request.text:
+            raise InvalidRequest("the prompt is empty", field="text")
+        size, encode = len(request.text), lambda: model.tokenizer.encode(request.text)
+    else:
+        messages = _checked_chat(request.chat)
+        size, encode = sum(len(m["content"]) for m in messages), lambda: model.tokenizer.encode_chat(messages)
+    if size > MAX_PROMPT_CHARS:
+        raise InvalidRequest(f"the prompt has {size} characters, at most {MAX_PROMPT_CHARS}", field=kind)
+    ids = encode() if size <= _INLINE_CHARS else await asyncio.to_thread(encode)
+    if not ids:
+        raise InvalidRequest("the prompt has no tokens", field=kind)
+    return tuple(ids)
+
+
+def _checked_ids(ids: Sequence[int], model: ServedModel) -> tuple[int, ...]:
+    if not ids:
+        raise InvalidRequest("the prompt is empty", field="tokens")
+    vocab = model.description.vocab_size
+    if max(ids) >= vocab:
+        at = next(i for i, token in enumerate(ids) if token >= vocab)
+        raise InvalidRequest(f"token id at index {at} is not below the vocabulary size {vocab}", field="tokens")
+    return tuple(ids)
+
+
+def _checked_chat(chat: pb.Chat) -> list[dict[str, str]]:
+    if not chat.messages:
+        raise InvalidRequest("chat has no messages", field="chat")
+    if len(chat.messages) > MAX_CHAT_MESSAGES:
+        raise InvalidRequest(f"chat has {len(chat.messages)} messages, at most {MAX_CHAT_MESSAGES}", field="chat")
+    for i, message in enumerate(chat.messages):
+        if message.role not in _CHAT_ROLES:
+            raise InvalidRequest(
+                f"message {i} has role {message.role[:40]!r}: one of {', '.join(sorted(_CHAT_ROLES))}", field="chat"
+            )
+    return [{"role": m.role, "content": m.content} for m in chat.messages]
+
+
+def sampling_from(params: common.SamplingParams, *, room_tokens: int, seed: int) -> SamplingParams:
+    """Defaults filled in. `room_tokens` is what the context leaves; `seed` is used where the caller set none."""
+    if params.HasField("n") and params.n != 1:
+        raise NotImplementedHere(f"n = {params.n}: only 1 sample per request is implemented", field="n")
+
+    def given(field: str, default: float) -> float:
+        return getattr(params, field) if params.HasField(field) else default  # type: ignore[no-any-return]
+
+    max_tokens = int(given("max_tokens", min(DEFAULT_MAX_TOKENS, room_tokens)))
+    if max_tokens > room_tokens:
+        raise InvalidRequest(f"max_tokens is {max_tokens}, the context leaves room for {room_tokens}", field="max_tokens")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=int(given("seed", seed)),
+        temperature=given("temperature", 1.0),
+        top_k=int(given("top_k", 0)),
+        top_p=given("top_p", 1.0),
+        min_p=given("min_p", 0.0),
+        repetition_penalty=given("repetition_penalty", 1.0),
+        presence_penalty=given("presence_penalty", 0.0),
+        frequency_penalty=given("frequency_penalty", 0.0),
+        min_tokens=int(given("min_tokens", 0)),
+        ignore_eos=bool(given("ignore_eos", False)),
+        stop=tuple(params.stop),
+        logprobs=int(params.logprobs) if params.HasField("logprobs") else None,
+    )
+
+
+def _wish(wish: pb.PlacementWish) -> Wish:
+    shape = None
+    if wish.shape != pb.PLAN_SHAPE_UNSPECIFIED:
+        try:
+            shape = PlanShape(wish.shape)
+        except ValueError:
+            raise InvalidRequest(f"unknown plan shape {wish.shape}", field="placement.shape") from None
+    return Wish(shape=shape, node_id=wish.node_id, site=wish.site)
+
+
+def _positive(latency: pb.LatencyWish, field: str) -> float | None:
+    if not latency.HasField(field):  # type: ignore[arg-type]
+        return None
+    value = float(getattr(latency, field))
+    if not math.isfinite(value) or value <= 0:
+        raise InvalidRequest(f"{field} must be a positive number of seconds", field=f"latency.{field}")
+    return value
+
+
+async def accept(
+    request: pb.GenerateRequest,
+    principal: Principal,
+    *,
+    models: Mapping[str, ServedModel],
+    policy: Policy,
+    seed: int,
+) -> Accepted:
+    """Check and complete one request under its tenant's policy."""
+    model = pick_model(request.model, models, policy)
+    if len(request.idempotency_key) > MAX_IDEMPOTENCY_KEY_CHARS:
+        raise InvalidRequest(
+            f"idempotency_key has more than {MAX_IDEMPOTENCY_KEY_CHARS} characters", field="idempotency_key"
+        )
+    if request.resume_offset_tokens and not request.idempotency_key:
+        raise InvalidRequest("resume_offset_tokens needs an idempotency_key", field="resume_offset_tokens")
+    label = policy.check_label(request.label or policy.default_label)
+    ids = await encode_prompt(request, model)
+    room = model.description.context_tokens - len(ids)
+    if room < 1:
+        raise InvalidRequest(
+            f"the prompt has {len(ids)} tokens, {model.model_id} takes {model.description.context_tokens} "
+            "for prompt and output together",
+            field="prompt",
+        )
+    sampling = sampling_from(request.sampling, room_tokens=room, seed=seed)
+    return Accepted(
+        principal=principal,
+        model=model,
+        token_ids=ids,
+        sampling=sampling,
+        claimed_label=request.label,
+        placement=PlacementRequest(
+            tenant=principal.tenant,
+            model=model.model_id,
+            label=label,
+            prompt_tokens=len(ids),
+            max_tokens=sampling.max_tokens,
+            expected_tokens=min(EXPECTED_TOKENS, sampling.max_tokens),
+            ttft_s=_positive(request.latency, "ttft_s"),
+            tpot_s=_positive(request.latency, "tpot_s"),
+            deadline_s=_positive(request.latency, "deadline_s"),
+            wish=_wish(request.placement),
+        ),
+        idempotency_key=request.idempotency_key,
+        resume_offset_tokens=request.resume_offset_tokens,
+    )

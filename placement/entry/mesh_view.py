@@ -1,0 +1,229 @@
+"""The mesh as one entry sees it: facts per node, and the columnar snapshot that decisions read.
+
+Pure. Facts come from a registry, from load streams and from probes (the placement service), or from the last
+snapshot that was pushed plus own probes (an edge). Every number carries its age.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from mesh.identity.place import Place, Role, Tier
+from mesh.node.engine import EngineInfo, EngineLoad
+from mesh.v1 import admin_pb2 as admin
+from placement.decide.types import Snapshot
+
+
+class NodeState(Enum):
+    """READY: takes work. DISCONNECTED: silent; serves its own clients and is reconciled when it is back.
+    RETIRED: taken out by an operator. Nothing is deleted because it was silent."""
+
+    READY = "ready"
+    DISCONNECTED = "disconnected"
+    RETIRED = "retired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """One model on one node; stable."""
+
+    model_id: str
+    weights_dtype: str
+    max_context_tokens: int
+    layout_hash: str
+    weights_lineage: str
+    digest: str
+    kv_bytes_per_token: int
+
+    @classmethod
+    def of(cls, info: EngineInfo, digest: str) -> ModelFacts:
+        """What an engine serves; `digest` is the model file's SHA-256 in hex."""
+        return cls(
+            model_id=info.model_id,
+            weights_dtype=info.weights_dtype,
+            max_context_tokens=info.max_context_tokens,
+            layout_hash=info.geometry.layout_hash,
+            weights_lineage=info.weights_lineage,
+            digest=digest,
+            kv_bytes_per_token=info.geometry.f16_bytes_per_token,
+        )
+
+
+IDLE = EngineLoad(
+    running=0,
+    waiting=0,
+    waiting_prefill_tokens=0,
+    kv_used_tokens=0,
+    kv_capacity_tokens=0,
+    prefill_tokens_per_s=0.0,
+    decode_tokens_per_s=0.0,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What is known of one node. `age_s` is the age of `load`; `rtt_s` and `goodput_bytes_per_s` are None until
+    measured. `reachable`: the entry has a way to give it work (an address that answers, or an uplink)."""
+
+    place: Place
+    address: str
+    state: NodeState
+    models: tuple[ModelFacts, ...]
+    load: EngineLoad = field(default=IDLE)
+    draining: bool = False
+    reachable: bool = True
+    age_s: float = 0.0
+    rtt_s: float | None = None
+    goodput_bytes_per_s: float | None = None
+
+
+def build_snapshot(nodes: Sequence[NodeFacts], *, entry_node_id: str, version: int) -> Snapshot:
+    """The columnar snapshot of `nodes` for the entry named (which need not be among them)."""
+    rows = sorted(nodes, key=lambda n: n.place.node_id)
+    model_ids = tuple(sorted({m.model_id for n in rows for m in n.models}))
+    column = {model_id: i for i, model_id in enumerate(model_ids)}
+    models = np.zeros((len(rows), len(model_ids)), dtype=np.bool_)
+    for i, node in enumerate(rows):
+        for model in node.models:
+            models[i, column[model.model_id]] = True
+    entry_row = next((i for i, n in enumerate(rows) if n.place.node_id == entry_node_id), -1)
+
+    def ints(values: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return np.array(values, dtype=np.int64)
+
+    def floats(values: list[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return np.array(values, dtype=np.float64)
+
+    def bools(values: list[bool]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        return np.array(values, dtype=np.bool_)
+
+    return Snapshot(
+        version=version,
+        places=tuple(n.place for n in rows),
+        entry_row=entry_row,
+        model_ids=model_ids,
+        models=models,
+        tier_edge=bools([n.place.tier is Tier.EDGE for n in rows]),
+        ready=bools([n.state is NodeState.READY for n in rows]),
+        draining=bools([n.draining for n in rows]),
+        reachable=bools([n.reachable for n in rows]),
+        age_s=floats([n.age_s for n in rows]),
+        running=ints([n.load.running for n in rows]),
+        waiting=ints([n.load.waiting for n in rows]),
+        waiting_prefill_tokens=ints([n.load.waiting_prefill_tokens for n in rows]),
+        kv_free_tokens=ints([n.load.kv_capacity_tokens - n.load.kv_used_tokens for n in rows]),
+        kv_capacity_tokens=ints([n.load.kv_capacity_tokens for n in rows]),
+        max_context_tokens=ints([max((m.max_context_tokens for m in n.models), default=0) for n in rows]),
+        kv_bytes_per_token=ints([max((m.kv_bytes_per_token for m in n.models), default=0) for n in rows]),
+        prefill_tokens_per_s=floats([n.load.prefill_tokens_per_s for n in rows]),
+        decode_tokens_per_s=floats([n.load.decode_tokens_per_s for n in rows]),
+        rtt_s=floats([math.nan if n.rtt_s is None else n.rtt_s for n in rows]),
+        goodput_bytes_per_s=floats(
+            [math.nan if n.goodput_bytes_per_s is None else n.goodput_bytes_per_s for n in rows]
+        ),
+        cached_tokens=ints([0 for _ in rows]),
+    )
+
+
+def models_to_wire(models: Sequence[ModelFacts]) -> list[admin.NodeModel]:
+    """The models of a node as its hello and the snapshot carry them."""
+    return [
+        admin.NodeModel(
+            id=m.model_id,
+            weights_dtype=m.weights_dtype,
+            max_context_tokens=m.max_context_tokens,
+            layout_hash=m.layout_hash,
+            weights_lineage=m.weights_lineage,
+            digest=m.digest,
+            kv_bytes_per_token=m.kv_bytes_per_token,
+        )
+        for m in models
+    ]
+
+
+def models_from_wire(models: Sequence[admin.NodeModel]) -> tuple[ModelFacts, ...]:
+    """Inverse of models_to_wire."""
+    return tuple(
+        ModelFacts(
+            model_id=m.id,
+            weights_dtype=m.weights_dtype,
+            max_context_tokens=m.max_context_tokens,
+            layout_hash=m.layout_hash,
+            weights_lineage=m.weights_lineage,
+            digest=m.digest,
+            kv_bytes_per_token=m.kv_bytes_per_token,
+        )
+        for m in models
+    )
+
+
+def to_wire(nodes: Sequence[NodeFacts], *, version: int, registry_age_s: float, made_unix_s: float) -> admin.Snapshot:
+    """The snapshot as operators and edges get it."""
+    return admin.Snapshot(
+        version=version,
+        registry_age_s=registry_age_s,
+        made_unix_s=made_unix_s,
+        nodes=[_node_to_wire(n) for n in sorted(nodes, key=lambda n: n.place.node_id)],
+    )
+
+
+def _node_to_wire(node: NodeFacts) -> admin.NodeView:
+    return admin.NodeView(
+        node_id=node.place.node_id,
+        tier=node.place.tier.value,
+        site=node.place.site,
+        region=node.place.region,
+        jurisdiction=node.place.jurisdiction,
+        state=node.state.value,
+        address=node.address,
+        models=models_to_wire(node.models),
+        running=node.load.running,
+        waiting=node.load.waiting,
+        waiting_prefill_tokens=node.load.waiting_prefill_tokens,
+        kv_used_tokens=node.load.kv_used_tokens,
+        kv_capacity_tokens=node.load.kv_capacity_tokens,
+        prefill_tokens_per_s=node.load.prefill_tokens_per_s,
+        decode_tokens_per_s=node.load.decode_tokens_per_s,
+        age_s=node.age_s,
+        rtt_s=node.rtt_s or 0.0,
+        goodput_bytes_per_s=node.goodput_bytes_per_s or 0.0,
+        draining=node.draining,
+    )
+
+
+def from_wire(snapshot: admin.Snapshot, *, mesh: str, elapsed_s: float) -> tuple[NodeFacts, ...]:
+    """Facts out of a pushed snapshot that arrived `elapsed_s` ago. Link figures are the pusher's, so they are
+    left out; the receiver measures its own."""
+    return tuple(
+        NodeFacts(
+            place=Place(
+                mesh=mesh,
+                role=Role(view.tier),
+                tier=Tier(view.tier),
+                site=view.site,
+                region=view.region,
+                jurisdiction=view.jurisdiction,
+                node_id=view.node_id,
+            ),
+            address=view.address,
+            state=NodeState(view.state),
+            models=models_from_wire(view.models),
+            load=EngineLoad(
+                running=view.running,
+                waiting=view.waiting,
+                waiting_prefill_tokens=view.waiting_prefill_tokens,
+                kv_used_tokens=view.kv_used_tokens,
+                kv_capacity_tokens=view.kv_capacity_tokens,
+                prefill_tokens_per_s=view.prefill_tokens_per_s,
+                decode_tokens_per_s=view.decode_tokens_per_s,
+            ),
+            draining=view.draining,
+            age_s=view.age_s + elapsed_s,
+        )
+        for view in snapshot.nodes
+    )

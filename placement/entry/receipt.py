@@ -1,0 +1,89 @@
+"""The receipt of a request: what happened to it, signed by the entry, each leg signed by the node that ran it.
+
+First form: verifiable offline with mesh.identity.receipt. Pure but for the signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mesh.identity.place import Place
+from mesh.identity.receipt import record_to_wire
+from mesh.identity.signing import SignedRecord
+from mesh.v1 import common_pb2 as common
+from placement.decide.types import Candidate, Plan
+
+RECEIPT_FORMAT = 1
+
+
+class Signer(Protocol):
+    """What signs: a node's identity."""
+
+    @property
+    def place(self) -> Place: ...
+
+    def sign(self, body: dict[str, Any]) -> SignedRecord: ...
+
+
+@dataclass(slots=True)
+class ReceiptDraft:
+    """Collected while a request runs; owned by the driver of that request."""
+
+    request_id: str
+    tenant: str
+    model: str
+    claimed_label: str
+    label: str
+    plan: Plan
+    started_unix_s: float
+    saw_prompt: dict[str, str] = field(default_factory=dict)  # node id -> site
+    held_kv: dict[str, str] = field(default_factory=dict)
+    tokens_by_node: Counter[str] = field(default_factory=Counter)
+    legs: list[SignedRecord] = field(default_factory=list)
+    migrations: list[dict[str, Any]] = field(default_factory=list)
+    fallbacks: int = 0
+
+    def touched(self, place: Place, *, prompt: bool) -> None:
+        """A node got the prompt's tokens (`prompt`) or KV computed from them."""
+        if prompt:
+            self.saw_prompt[place.node_id] = place.site
+        self.held_kv[place.node_id] = place.site
+
+    def sign(self, signer: Signer, *, outcome: str, ended_unix_s: float, usage: dict[str, int]) -> common.Receipt:
+        """The finished receipt."""
+        body = {
+            "format": RECEIPT_FORMAT,
+            "request_id": self.request_id,
+            "tenant": self.tenant,
+            "model": self.model,
+            "label": {"claimed": self.claimed_label, "effective": self.label},
+            "policy_version": self.plan.policy_version,
+            "rule": self.plan.rule,
+            "entry": signer.place.uri,
+            "plan": _way(self.plan.choice),
+            "candidates": [_way(c) for c in self.plan.candidates[:3]],
+            "refused": {r.reason.name or str(r.reason.value): r.count for r in self.plan.refused},
+            "saw_prompt": self.saw_prompt,
+            "held_kv": self.held_kv,
+            "tokens_by_node": dict(self.tokens_by_node),
+            "migrations": self.migrations,
+            "fallbacks": self.fallbacks,
+            "legs": [hashlib.sha256(leg.body).hexdigest() for leg in self.legs],
+            "started_unix_s": self.started_unix_s,
+            "ended_unix_s": ended_unix_s,
+            "usage": usage,
+            "outcome": outcome,
+        }
+        return common.Receipt(record=record_to_wire(signer.sign(body)), legs=[record_to_wire(leg) for leg in self.legs])
+
+
+def _way(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "shape": candidate.shape.name.lower(),
+        "prefill": candidate.prefill.node_id,
+        "decode": candidate.decode.node_id,
+        "cost_s": round(candidate.cost_s, 4),
+    }
