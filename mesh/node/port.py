@@ -125,7 +125,8 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvReport:
-    """What a finished transfer moved. `wire_bytes` are codec bytes, `skipped_tokens` the receiver had already."""
+    """What a finished transfer moved. `wire_bytes` are codec bytes, `skipped_tokens` the receiver had already.
+    `leg` is the source's signed report where the source prefilled for this transfer (no run stream carries it)."""
 
     transfer_id: str
     tokens: int
@@ -134,6 +135,7 @@ class KvReport:
     codec: str
     duration_s: float
     first_chunk_s: float
+    leg: SignedRecord | None = None
 
 
 class NodePort(Protocol):

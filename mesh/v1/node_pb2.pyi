@@ -250,14 +250,16 @@ class KvPiece(_message.Message):
     def __init__(self, chunk_index: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class KvCommit(_message.Message):
-    __slots__ = ("chunks", "stop", "digest")
+    __slots__ = ("chunks", "stop", "digest", "leg")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LEG_FIELD_NUMBER: _ClassVar[int]
     chunks: int
     stop: int
     digest: bytes
-    def __init__(self, chunks: _Optional[int] = ..., stop: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    leg: _common_pb2.SignedRecord
+    def __init__(self, chunks: _Optional[int] = ..., stop: _Optional[int] = ..., digest: _Optional[bytes] = ..., leg: _Optional[_Union[_common_pb2.SignedRecord, _Mapping]] = ...) -> None: ...
 
 class KvDone(_message.Message):
     __slots__ = ("tokens",)

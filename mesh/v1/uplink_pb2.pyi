@@ -134,7 +134,7 @@ class WorkResult(_message.Message):
     def __init__(self, work_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., kv_report: _Optional[_Union[KvReport, _Mapping]] = ...) -> None: ...
 
 class KvReport(_message.Message):
-    __slots__ = ("transfer_id", "tokens", "skipped_tokens", "wire_bytes", "codec", "duration_s", "first_chunk_s")
+    __slots__ = ("transfer_id", "tokens", "skipped_tokens", "wire_bytes", "codec", "duration_s", "first_chunk_s", "leg")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class KvReport(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     DURATION_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_CHUNK_S_FIELD_NUMBER: _ClassVar[int]
+    LEG_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     tokens: int
     skipped_tokens: int
@@ -149,7 +150,8 @@ class KvReport(_message.Message):
     codec: str
     duration_s: float
     first_chunk_s: float
-    def __init__(self, transfer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., skipped_tokens: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., duration_s: _Optional[float] = ..., first_chunk_s: _Optional[float] = ...) -> None: ...
+    leg: _common_pb2.SignedRecord
+    def __init__(self, transfer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., skipped_tokens: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., duration_s: _Optional[float] = ..., first_chunk_s: _Optional[float] = ..., leg: _Optional[_Union[_common_pb2.SignedRecord, _Mapping]] = ...) -> None: ...
 
 class SiteConfig(_message.Message):
     __slots__ = ("version", "policies", "keys", "salts")
