@@ -1,0 +1,272 @@
+"""The one settings tree: what the three processes read at start and never change afterwards.
+
+A file is YAML; every leaf is also a flag of the same dotted name (`--listeners.public 127.0.0.1:7000`) that wins
+over the file. Unknown keys and bad values stop start-up. A node's place is not a setting: its certificate says it.
+Engine groups are plain values, so that one tree documents a whole node; what they mean is the engine's.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
+
+from mesh.address import HostPort
+from mesh.configfile import Group, leaves, load_settings, to_yaml
+from mesh.errors import InvalidRequest
+
+__all__ = [
+    "Address", "Bootstrap", "CoreEngine", "CoreListeners", "CoreSettings", "EdgeEngine", "EdgeListeners",
+    "EdgeSettings", "Group", "Identity", "Log", "LogFormat", "LogLevel", "ModelFile", "PlacementListeners",
+    "PlacementPeer", "PlacementSettings", "RegistryKind", "RegistrySettings", "Uplink", "leaves", "load_settings",
+    "to_yaml",
+]  # fmt: skip
+
+
+def _address(value: object) -> HostPort:
+    if isinstance(value, HostPort):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("an address is written host:port")
+    try:
+        return HostPort.parse(value)
+    except InvalidRequest as exc:
+        raise ValueError(exc.message) from exc
+
+
+def _loopback(address: HostPort) -> HostPort:
+    if not address.is_loopback:
+        raise ValueError(f"must be on loopback, got {address}")
+    return address
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):  # YAML reads yes and no as booleans, pydantic booleans as numbers
+        raise ValueError("must be a number")
+    return value
+
+
+Address = Annotated[HostPort, BeforeValidator(_address), PlainSerializer(str, return_type=str)]
+LocalAddress = Annotated[Address, AfterValidator(_loopback)]
+Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, le=86_400, allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=2**31 - 1)]
+AutoCount = Annotated[int, BeforeValidator(_number), Field(ge=0, le=2**31 - 1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
+
+
+class Identity(Group):
+    """Who this process is."""
+
+    folder: Path
+    """Folder with key.pem, cert.pem (its SAN says mesh, role, tier, site and node id) and ca.pem."""
+
+
+class PlacementListeners(Group):
+    """Where the placement service listens; port 0 takes a free one."""
+
+    public: Address = HostPort("127.0.0.1", 7000)
+    """gRPC for clients: API keys; TLS, but plain text on loopback."""
+    http: Address = HostPort("127.0.0.1", 7080)
+    """OpenAI-compatible HTTP, /healthz and /metrics."""
+    node: Address = HostPort("127.0.0.1", 7001)
+    """gRPC between nodes: mutual TLS."""
+    health: LocalAddress = HostPort("127.0.0.1", 0)
+    """gRPC health; loopback only."""
+    advertise: Address | None = None
+    """The node listener as other nodes reach it; absent: the listener's own address."""
+
+
+class CoreListeners(Group):
+    """Where a core node listens; port 0 takes a free one."""
+
+    node: Address = HostPort("127.0.0.1", 0)
+    """gRPC between nodes: mutual TLS."""
+    health: LocalAddress = HostPort("127.0.0.1", 0)
+    """gRPC health; loopback only."""
+    http: Address = HostPort("127.0.0.1", 0)
+    """/healthz and /metrics only."""
+    advertise: Address | None = None
+    """The node listener as other nodes reach it; absent: the listener's own address."""
+
+
+class EdgeListeners(Group):
+    """Where an edge agent listens, for clients of its own site; other nodes cannot dial it."""
+
+    public: Address = HostPort("127.0.0.1", 0)
+    """gRPC for clients: API keys; TLS, but plain text on loopback."""
+    http: Address = HostPort("127.0.0.1", 0)
+    """OpenAI-compatible HTTP, /healthz and /metrics."""
+    health: LocalAddress = HostPort("127.0.0.1", 0)
+    """gRPC health; loopback only."""
+
+
+class RegistryKind(Enum):
+    """Which registry the mesh shares."""
+
+    EMBEDDED = "embedded"
+    CONSUL = "consul"
+
+
+class RegistrySettings(Group):
+    """Who is in the mesh."""
+
+    kind: RegistryKind = RegistryKind.EMBEDDED
+    """embedded (hosted by the placement service) or consul."""
+    consul: Address = HostPort("127.0.0.1", 8500)
+    """HTTP address of the local Consul agent."""
+    prefix: Name = "kvmesh"
+    """Service-name and key prefix in Consul."""
+    ttl_s: Seconds = 5.0
+    """A node that is silent for this long counts as critical."""
+
+
+class PlacementPeer(Group):
+    """The placement service, as a node reaches it."""
+
+    address: Address
+    """Its node listener."""
+    node_id: Name = "placement-1"
+    """Who its certificate must say it is."""
+
+
+class ModelFile(Group):
+    """A model to serve, or (on an entry without an engine) to tokenise for."""
+
+    id: Name
+    """Name that clients use."""
+    path: Path
+    """GGUF file, or a Hugging Face folder (core only)."""
+
+
+class CoreEngine(Group):
+    """The torch engine with paged KV."""
+
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    """cpu, cuda or cuda:N."""
+    dtype: Annotated[str, Field(pattern=r"^(bf16|f32)$")] = "bf16"
+    """Precision of weights and KV: bf16 or f32."""
+    threads: AutoCount = 0
+    """Compute threads; 0: one per core. Processes on one machine need counts that add up to its cores."""
+    kv_pool_tokens: AutoCount = 0
+    """Size of the KV pool; 0: the engine chooses."""
+    chunk_tokens: Count = 256
+    """Most prompt tokens in one step."""
+    max_running: Count = 32
+    """Most sequences in one step."""
+    max_waiting: Count = 256
+    """Longest queue; more are refused as overloaded."""
+
+
+class EdgeEngine(Group):
+    """llama.cpp in a child process."""
+
+    threads: AutoCount = 0
+    """Compute threads; 0: one per core. Processes on one machine need counts that add up to its cores."""
+    kv_pool_tokens: AutoCount = 0
+    """Cells of the unified KV cache; 0: the engine chooses."""
+    chunk_tokens: Count = 256
+    """Most prompt tokens in one step."""
+    max_running: Annotated[int, BeforeValidator(_number), Field(ge=1, le=64)] = 8
+    """Most sequences in one step."""
+    max_waiting: Count = 64
+    """Longest queue; more are refused as overloaded."""
+
+
+class Uplink(Group):
+    """The session that an edge agent keeps to placement."""
+
+    lease_s: Seconds = 5.0
+    """Without a word for this long the site counts as disconnected."""
+    heartbeat_s: Seconds = 1.0
+    """Pace of heartbeats."""
+    reconnect_max_s: Seconds = 10.0
+    """Longest wait between attempts."""
+
+    @model_validator(mode="after")
+    def _lease_holds_two_beats(self) -> Uplink:
+        if self.heartbeat_s * 2 > self.lease_s:
+            raise ValueError(f"lease_s ({self.lease_s}) must hold two heartbeats of heartbeat_s ({self.heartbeat_s})")
+        return self
+
+
+class LogLevel(Enum):
+    """Least severity that is written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(Enum):
+    """How a log line looks."""
+
+    JSON = "json"
+    CONSOLE = "console"
+
+
+class Log(Group):
+    """The structured log, on stderr."""
+
+    level: LogLevel = LogLevel.INFO
+    """debug, info, warning or error."""
+    format: LogFormat = LogFormat.JSON
+    """json, or console for people."""
+
+
+class Bootstrap(Group):
+    """The first keys of an empty mesh."""
+
+    tenant: Name
+    """Tenant to create at first start."""
+    keys_file: Path
+    """Where its {"api_key", "admin_key"} are written, mode 0600."""
+
+
+class Process(Group):
+    """What all three processes have in common."""
+
+    identity: Identity
+    state_folder: Path
+    """What this process keeps over a restart; made with mode 0700. ready.json appears here at readiness."""
+    registry: RegistrySettings = RegistrySettings()
+    load_period_s: Seconds = 0.5
+    """Pace of load reports."""
+    drain_s: Seconds = 30.0
+    """Longest time that running requests get to end or move after SIGTERM."""
+    log: Log = Log()
+
+
+class PlacementSettings(Process):
+    """`kvmesh placement`: front door for the core side, policy admin, mesh view."""
+
+    listeners: PlacementListeners = PlacementListeners()
+    models: tuple[ModelFile, ...] = ()
+    """Models to tokenise for, as a list of {id, path}; the first is the default."""
+    uplink: Uplink = Uplink()
+    stale_load_s: Seconds = 5.0
+    """Load figures that are older count as busy."""
+    bootstrap: Bootstrap | None = None
+
+
+class CoreSettings(Process):
+    """`kvmesh core`: one torch engine behind the node listener."""
+
+    placement: PlacementPeer
+    model: ModelFile
+    listeners: CoreListeners = CoreListeners()
+    engine: CoreEngine = CoreEngine()
+
+
+class EdgeSettings(Process):
+    """`kvmesh edge`: one llama.cpp engine, the entry of its own site; dials out only."""
+
+    placement: PlacementPeer
+    model: ModelFile
+    listeners: EdgeListeners = EdgeListeners()
+    engine: EdgeEngine = EdgeEngine()
+    uplink: Uplink = Uplink()
+    stale_load_s: Seconds = 5.0
+    """Load figures that are older count as busy."""
