@@ -19,6 +19,12 @@ _URI = re.compile(
 )
 
 
+def check_name(field: str, name: str) -> None:
+    """Raise InvalidRequest unless `name` may be the name of a mesh, site, node, tenant ..."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(f"{field} must be 1 to 63 letters, digits, '.', '_' or '-', got {name!r}", field=field)
+
+
 class Tier(Enum):
     """Tier of a node. A regional `metro` tier is a core with a region."""
 
@@ -48,11 +54,7 @@ class Place:
 
     def __post_init__(self) -> None:
         for field in ("mesh", "site", "region", "jurisdiction", "node_id"):
-            if not _NAME.fullmatch(getattr(self, field)):
-                raise InvalidRequest(
-                    f"{field} must be 1 to 63 letters, digits, '.', '_' or '-', got {getattr(self, field)!r}",
-                    field=field,
-                )
+            check_name(field, getattr(self, field))
 
     @property
     def uri(self) -> str:

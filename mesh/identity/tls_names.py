@@ -1,0 +1,41 @@
+"""Names by which a dialling node tells TLS whom it expects.
+
+A grpc.aio client cannot read the server's certificate, but it can say which name that certificate must carry
+(grpc.ssl_target_name_override), and the handshake fails otherwise. So each node certificate carries, beside
+its place URI, DNS names made from the place; the domain is never resolved:
+
+- one from a hash of the whole place URI: dialling with it proves mesh, role, tier, site, region, jurisdiction
+  and node id at once, whatever characters they hold;
+- one per role: for a dialler that knows a role and an address only (an agent that dials placement);
+- one for any node of the mesh.
+
+The authority is per mesh, so a name that verifies is of the own mesh. Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from mesh.identity.place import Place, Role
+
+_DOMAIN = "kvmesh.internal"
+
+
+def name_of_place(place: Place) -> str:
+    """The name that only this very place has."""
+    return f"{hashlib.sha256(place.uri.encode()).hexdigest()[:40]}.place.{_DOMAIN}"
+
+
+def name_of_role(role: Role) -> str:
+    """The name that all nodes of a role have."""
+    return f"{role.value}.role.{_DOMAIN}"
+
+
+def name_of_any() -> str:
+    """The name that every node has."""
+    return f"any.node.{_DOMAIN}"
+
+
+def names_of(place: Place) -> tuple[str, str, str]:
+    """All TLS names of a node at `place`."""
+    return name_of_place(place), name_of_role(place.role), name_of_any()
