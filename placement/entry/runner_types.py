@@ -5,8 +5,9 @@ reports what happens as events. Rules for the driver:
 
 - `StartRun`, `MoveKv`: start a task, do not wait for it. Its outcome comes back as events: those of the run, and
   `KvMoved` or `KvFailed` of the transfer. A run whose stream ends without a last event is `RunFailed`.
-- `CloseRun`, `CancelMove`, `Release`: wait until the task has ended before the next effect, so that a `Release`
-  behind a `CancelMove` finds what a transfer that won the race has left. `Release` is best effort.
+- `CancelMove`: wait until the task has ended before the next effect, so that the `Release` behind it finds what a
+  transfer that won the race has left. `CloseRun` and `Release` may be left to an owned task, in order per node;
+  `Release` is best effort and often frees nothing.
 - Events of a closed run or cancelled transfer may still be delivered; the runner knows what to do with them.
 - `Finish` or `Fail` comes exactly once. Late events may ask for a `Release` even after it.
 - Each `MoveRequested` is answered by exactly one `EmitMigration` or `MoveFailed` with its cause.
@@ -237,7 +238,7 @@ class Emit:
 class EmitMigration:
     """The request goes on at another node; precedes the first tokens from there.
 
-    `recomputed`: tokens were replayed and no KV moved (then the KV figures are 0 and `codec` is empty).
+    `recomputed`: a fallback, tokens were replayed. The KV figures are 0 and `codec` is empty where no KV moved.
     `pause_s`: between the last token before and the first after; 0 if there was none before.
     """
 
