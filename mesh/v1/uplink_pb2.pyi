@@ -186,12 +186,14 @@ class TenantSalt(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("command_id", "migrate")
+    __slots__ = ("command_id", "migrate", "tenant")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     migrate: _admin_pb2.MigrateRequest
-    def __init__(self, command_id: _Optional[int] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateRequest, _Mapping]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, command_id: _Optional[int] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateRequest, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class CommandResult(_message.Message):
     __slots__ = ("command_id", "error_reason", "error_message", "migrate")

@@ -9,11 +9,13 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mesh.errors import InvalidRequest, NotImplementedHere, UnknownModel
 from mesh.identity.principal import Principal
-from mesh.model.description import ModelDescription
-from mesh.model.tokenizer import Tokenizer
+from mesh.model.chat_template import MAX_MESSAGES, ChatTemplate, Message
+from mesh.model.description import ModelDescription, describe
+from mesh.model.tokenizer import Tokenizer, load_tokenizer
 from mesh.node.sampling import SamplingParams
 from mesh.v1 import common_pb2 as common
 from mesh.v1 import inference_pb2 as pb
@@ -21,12 +23,10 @@ from placement.decide.types import PlacementRequest, PlanShape, Wish
 from placement.policy.model import Policy
 
 MAX_PROMPT_CHARS = 2_000_000
-MAX_CHAT_MESSAGES = 1_000
 MAX_IDEMPOTENCY_KEY_CHARS = 128
 DEFAULT_MAX_TOKENS = 256
 EXPECTED_TOKENS = 128  # guess of an output's length where nothing is known
 _INLINE_CHARS = 16_000  # longer text is tokenised off the event loop (about 10 ms)
-_CHAT_ROLES = frozenset({"system", "user", "assistant"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class ServedModel:
 
     description: ModelDescription
     tokenizer: Tokenizer
+    chat: ChatTemplate | None  # None: the model has no template, so it takes no chat
 
     @property
     def model_id(self) -> str:
@@ -53,6 +54,18 @@ class Accepted:
     placement: PlacementRequest
     idempotency_key: str
     resume_offset_tokens: int
+
+
+def served_model(model_id: str, path: Path) -> ServedModel:
+    """Read facts and tokenizer of a model file. Blocks for up to a second; raises InvalidRequest."""
+    description = describe(path, model_id=model_id)
+    tokenizer = load_tokenizer(path)
+    template = description.chat_template
+    return ServedModel(
+        description=description,
+        tokenizer=tokenizer,
+        chat=ChatTemplate(template, tokenizer) if template is not None else None,
+    )
 
 
 def pick_model(name: str, models: Mapping[str, ServedModel], policy: Policy) -> ServedModel:
@@ -79,8 +92,10 @@ async def encode_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model:
             raise InvalidRequest("the prompt is empty", field="text")
         size, encode = len(request.text), lambda: model.tokenizer.encode(request.text)
     else:
-        messages = _checked_chat(request.chat)
-        size, encode = sum(len(m["content"]) for m in messages), lambda: model.tokenizer.encode_chat(messages)
+        if model.chat is None:
+            raise InvalidRequest(f"{model.model_id} has no chat template: send text or tokens", field="chat")
+        template, messages = model.chat, _checked_chat(request.chat)
+        size, encode = sum(len(m.content) for m in messages), lambda: template.encode(messages)
     if size > MAX_PROMPT_CHARS:
         raise InvalidRequest(f"the prompt has {size} characters, at most {MAX_PROMPT_CHARS}", field=kind)
     ids = encode() if size <= _INLINE_CHARS else await asyncio.to_thread(encode)
@@ -99,17 +114,12 @@ def _checked_ids(ids: Sequence[int], model: ServedModel) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _checked_chat(chat: pb.Chat) -> list[dict[str, str]]:
+def _checked_chat(chat: pb.Chat) -> list[Message]:
     if not chat.messages:
         raise InvalidRequest("chat has no messages", field="chat")
-    if len(chat.messages) > MAX_CHAT_MESSAGES:
-        raise InvalidRequest(f"chat has {len(chat.messages)} messages, at most {MAX_CHAT_MESSAGES}", field="chat")
-    for i, message in enumerate(chat.messages):
-        if message.role not in _CHAT_ROLES:
-            raise InvalidRequest(
-                f"message {i} has role {message.role[:40]!r}: one of {', '.join(sorted(_CHAT_ROLES))}", field="chat"
-            )
-    return [{"role": m.role, "content": m.content} for m in chat.messages]
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"chat has {len(chat.messages)} messages, at most {MAX_MESSAGES}", field="chat")
+    return [Message(role=m.role, content=m.content) for m in chat.messages]
 
 
 def sampling_from(params: common.SamplingParams, *, room_tokens: int, seed: int) -> SamplingParams:

@@ -1,0 +1,143 @@
+"""One request while it runs: turns the driver's effects into what the client sees and what the receipt says.
+
+Owned by the request's producer task. Text is made here: the engine sends ids, the entry detokenises and trims at
+stop strings.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from mesh.errors import Internal, MeshError
+from mesh.identity.place import Place
+from mesh.node.stop import StopMatcher
+from mesh.telemetry.log import get_logger
+from mesh.v1 import inference_pb2 as pb
+from placement.decide.types import Plan
+from placement.entry import runner_types as rt
+from placement.entry.driver import RequestDriver, Work
+from placement.entry.intake import Accepted
+from placement.entry.receipt import ReceiptDraft, Signer
+from placement.entry.request_log import RequestStream, TokenPiece
+from placement.entry.runner import PlanRunner
+from placement.entry.wire import decision_to_wire, finish_to_wire, logprobs_to_wire, migration_to_wire
+from placement.entry.world import World
+
+log = get_logger(__name__)
+
+
+class LiveRequest:
+    """Drives one accepted request along its plan into its stream."""
+
+    def __init__(
+        self,
+        *,
+        accepted: Accepted,
+        plan: Plan,
+        work: Work,
+        stream: RequestStream,
+        world: World,
+        signer: Signer,
+    ) -> None:
+        self.accepted = accepted
+        self.work = work
+        self.stream = stream
+        self._world = world
+        self._signer = signer
+        self._text = accepted.model.tokenizer.stream()
+        self._matcher = StopMatcher(accepted.sampling.stop)
+        self._draft = ReceiptDraft(
+            request_id=stream.request_id,
+            tenant=accepted.principal.tenant,
+            model=accepted.model.model_id,
+            claimed_label=accepted.claimed_label,
+            label=accepted.placement.label,
+            plan=plan,
+            started_unix_s=time.time(),
+        )
+        self._error: MeshError | None = None
+        eos = frozenset[int]() if accepted.sampling.ignore_eos else accepted.model.description.eos_token_ids
+        spec = rt.RunnerSpec(
+            request_id=stream.request_id,
+            prompt_ids=accepted.token_ids,
+            max_tokens=accepted.sampling.max_tokens,
+            min_tokens=accepted.sampling.min_tokens,
+            eos_token_ids=eos,
+            plan=plan,
+        )
+        self.driver = RequestDriver(runner=PlanRunner(spec), work=work, world=world, on_effect=self._on_effect)
+        decision = decision_to_wire(stream.request_id, accepted, plan)
+        stream.append(pb.GenerateResponse(decision=decision))
+
+    async def run(self) -> None:
+        """To the outcome; the stream has ended after it, whatever happens."""
+        error: BaseException | None = None
+        try:
+            await self.driver.run()
+            error = self._error
+        except MeshError as exc:
+            error = exc
+        except Exception as exc:
+            log.exception("request_failed")
+            error = Internal(f"the entry failed: {type(exc).__name__}")
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            self.stream.end(time.monotonic(), error)
+            outcome = "ok" if error is None else getattr(error, "reason", "CANCELLED")
+            log.info("request_ended", outcome=outcome, generated_tokens=self.driver.generated_tokens)
+
+    def _on_effect(self, effect: rt.Effect) -> None:
+        match effect:
+            case rt.Emit():
+                self._emit(effect)
+            case rt.StartRun(node_id=node_id):
+                self._touch(node_id, prompt=True)
+            case rt.MoveKv():
+                self._touch(effect.source_node_id, prompt=effect.source is rt.KvSourceKind.PREFILL)
+                self._touch(effect.target_node_id, prompt=False)
+            case rt.EmitMigration():
+                self._migrated(effect)
+            case rt.LegDone(record=record):
+                self._draft.legs.append(record)
+            case rt.Finish():
+                self._finish(effect)
+            case rt.Fail(error=error):
+                self._error = error
+
+    def _emit(self, effect: rt.Emit) -> None:
+        self._draft.tokens_by_node[effect.node_id] += len(effect.ids)
+        for i, token_id in enumerate(effect.ids):
+            text = self._matcher.push(self._text.push(token_id))
+            logprobs = logprobs_to_wire(token_id, effect.logprobs[i]) if effect.logprobs else None
+            self.stream.append(TokenPiece(token_id, text, effect.node_id, logprobs))
+
+    def _migrated(self, effect: rt.EmitMigration) -> None:
+        facts = {**asdict(effect), "cause": effect.cause.value}
+        self._draft.migrations.append({k: round(v, 6) if isinstance(v, float) else v for k, v in facts.items()})
+        self._draft.fallbacks += effect.cause is rt.MoveCause.FALLBACK
+        self.stream.append(pb.GenerateResponse(migration=migration_to_wire(effect)))
+
+    def _finish(self, effect: rt.Finish) -> None:
+        rest = self._matcher.push(self._text.flush()) + self._matcher.flush()
+        if rest:
+            node_id = self.driver.node_id
+            delta = pb.TokenDelta(offset_tokens=self.driver.generated_tokens, text=rest, node_id=node_id)
+            self.stream.append(pb.GenerateResponse(tokens=delta))
+        receipt = self._draft.sign(
+            self._signer, outcome=effect.reason.value, ended_unix_s=time.time(), usage=asdict(effect.usage)
+        )
+        self.stream.append(pb.GenerateResponse(finish=finish_to_wire(effect, receipt)))
+
+    def _touch(self, node_id: str, *, prompt: bool) -> None:
+        place = self._place_of(node_id)
+        if place is not None:
+            self._draft.touched(place, prompt=prompt)
+
+    def _place_of(self, node_id: str) -> Place | None:
+        try:
+            return self._world.port(node_id).place
+        except MeshError:  # it is gone, so it will not see anything either: the order fails at once
+            return None

@@ -1,0 +1,182 @@
+"""Channels from an entry to the nodes it can dial, kept open and measured.
+
+One PeerLink per node: a channel, a probe loop (round trip every few seconds, goodput now and then) and, where
+asked for, the node's load stream. A link that fails its probe is unreachable at once and tried again with
+backoff; nothing is deleted for being silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from mesh.errors import NodeUnreachable
+from mesh.node.engine import EngineLoad
+from mesh.node.grpc_port import GrpcPort
+from mesh.node.port import Peer
+from mesh.node.wire import load_from_wire
+from mesh.telemetry.log import get_logger
+from mesh.v1 import node_pb2, node_pb2_grpc
+
+_PROBE_EVERY_S = 2.0
+_PROBE_TIMEOUT_S = 3.0
+_GOODPUT_EVERY = 15  # probes
+_GOODPUT_BYTES = 256 * 1024
+_BACKOFF_CAP_S = 5.0
+_SMOOTHING = 0.3  # weight of the newest sample in the moving averages
+
+Dial = Callable[[Peer], grpc.aio.Channel]
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFacts:
+    """What is known of one link now. None: not measured. `load_age_s` None: no load was ever heard."""
+
+    reachable: bool
+    rtt_s: float | None
+    goodput_bytes_per_s: float | None
+    load: EngineLoad | None
+    draining: bool
+    load_age_s: float | None
+
+
+class PeerLink:
+    """One dialled node. Owned by Peers."""
+
+    def __init__(self, peer: Peer, dial: Dial, *, watch_load: bool, on_change: Callable[[], None]) -> None:
+        self.peer = peer
+        self.channel = dial(peer)
+        self.port = GrpcPort(self.channel, peer)
+        self._stub = node_pb2_grpc.NodeStub(self.channel)
+        self._on_change = on_change
+        self._reachable = False
+        self._rtt_s: float | None = None
+        self._goodput: float | None = None
+        self._load: EngineLoad | None = None
+        self._draining = False
+        self._load_at_s: float | None = None
+        self._tasks = [asyncio.create_task(self._probe_forever(), name=f"probe:{peer.place.node_id}")]
+        if watch_load:
+            self._tasks.append(asyncio.create_task(self._watch_load_forever(), name=f"load:{peer.place.node_id}"))
+
+    @property
+    def facts(self) -> LinkFacts:
+        age = None if self._load_at_s is None else time.monotonic() - self._load_at_s
+        return LinkFacts(
+            reachable=self._reachable,
+            rtt_s=self._rtt_s,
+            goodput_bytes_per_s=self._goodput,
+            load=self._load,
+            draining=self._draining,
+            load_age_s=age,
+        )
+
+    def saw_transfer(self, wire_bytes: int, duration_s: float) -> None:
+        """Feed the goodput average with a real transfer, if it was large enough to say something."""
+        if wire_bytes >= _GOODPUT_BYTES and duration_s > 0:
+            self._goodput = _smooth(self._goodput, wire_bytes / duration_s)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.channel.close()
+
+    def _set_reachable(self, reachable: bool) -> None:
+        if reachable != self._reachable:
+            self._reachable = reachable
+            log.info("peer_reachable" if reachable else "peer_unreachable", node_id=self.peer.place.node_id)
+            self._on_change()
+
+    async def _probe_forever(self) -> None:
+        failures, count = 0, 0
+        while True:
+            try:
+                await self._probe(with_goodput=count % _GOODPUT_EVERY == 0)
+                failures, count = 0, count + 1
+                self._set_reachable(True)
+                await asyncio.sleep(_PROBE_EVERY_S)
+            except grpc.aio.AioRpcError:
+                failures += 1
+                self._set_reachable(False)
+                await asyncio.sleep(random.uniform(0.1, min(_BACKOFF_CAP_S, 0.25 * 2**failures)))
+
+    async def _probe(self, *, with_goodput: bool) -> None:
+        started = time.perf_counter()
+        await self._stub.Probe(node_pb2.ProbeRequest(), timeout=_PROBE_TIMEOUT_S)
+        rtt = time.perf_counter() - started
+        self._rtt_s = _smooth(self._rtt_s, rtt)
+        if with_goodput and not (self._load and self._load.running):
+            started = time.perf_counter()
+            await self._stub.Probe(node_pb2.ProbeRequest(reply_bytes=_GOODPUT_BYTES), timeout=30.0)
+            took = max(time.perf_counter() - started - rtt, 1e-4)
+            self._goodput = _smooth(self._goodput, _GOODPUT_BYTES / took)
+
+    async def _watch_load_forever(self) -> None:
+        failures = 0
+        while True:
+            try:
+                async for response in self._stub.WatchLoad(node_pb2.WatchLoadRequest()):
+                    failures = 0
+                    self._load = load_from_wire(response.load)
+                    self._draining = response.load.draining
+                    first = self._load_at_s is None
+                    self._load_at_s = time.monotonic()
+                    if first or self._draining:
+                        self._on_change()
+            except grpc.aio.AioRpcError:
+                self._set_reachable(False)
+            failures += 1
+            await asyncio.sleep(random.uniform(0.1, min(_BACKOFF_CAP_S, 0.25 * 2**failures)))
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else (1 - _SMOOTHING) * old + _SMOOTHING * new
+
+
+class Peers:
+    """All nodes that this entry dials, by node id."""
+
+    def __init__(self, dial: Dial, *, watch_load: bool, on_change: Callable[[], None]) -> None:
+        self._dial = dial
+        self._watch_load = watch_load
+        self._on_change = on_change
+        self._links: dict[str, PeerLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def link(self, node_id: str) -> PeerLink | None:
+        return self._links.get(node_id)
+
+    def port(self, node_id: str) -> GrpcPort:
+        """Raises NodeUnreachable if the node is not known or does not answer."""
+        link = self._links.get(node_id)
+        if link is None:
+            raise NodeUnreachable(f"node {node_id} is not known here", node=node_id)
+        return link.port
+
+    def update(self, wanted: Iterable[Peer]) -> None:
+        """Open links to new nodes and to nodes that moved; close the others."""
+        by_id = {peer.place.node_id: peer for peer in wanted}
+        for node_id in [n for n, link in self._links.items() if by_id.get(n) != link.peer]:
+            self._close_later(self._links.pop(node_id))
+        for node_id, peer in by_id.items():
+            if node_id not in self._links:
+                self._links[node_id] = PeerLink(
+                    peer, self._dial, watch_load=self._watch_load, on_change=self._on_change
+                )
+
+    def _close_later(self, link: PeerLink) -> None:
+        task = asyncio.create_task(link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close() for link in links), *self._closing, return_exceptions=True)

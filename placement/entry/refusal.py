@@ -1,0 +1,23 @@
+"""A refusal of the decision core as the error that the client gets. Pure."""
+
+from __future__ import annotations
+
+from mesh.errors import MeshError, NoCapableNode, NoNodeNow, Overloaded, PolicyDenied
+from placement.decide.types import Refusal
+
+REFUSALS = (PolicyDenied, Overloaded, NoNodeNow, NoCapableNode)
+
+
+def refusal_error(refusal: Refusal) -> MeshError:
+    """PolicyDenied: the wish asks for what policy forbids. Overloaded: it would do but for room. NoNodeNow: it
+    would do but for nodes that are down. NoCapableNode: no node of the mesh could ever."""
+    details = {"rule": refusal.rule}
+    if refusal.missing:
+        details["node"] = ",".join(refusal.missing)
+    if refusal.denied:
+        return PolicyDenied(refusal.message, **details)
+    if refusal.overloaded:
+        return Overloaded(refusal.message, **details)
+    if refusal.permanent:
+        return NoCapableNode(refusal.message, **details)
+    return NoNodeNow(refusal.message, **details)

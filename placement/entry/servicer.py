@@ -1,0 +1,85 @@
+"""The gRPC face of an entry: mesh.v1.Inference, and mesh.v1.MeshView for the requests that this entry owns."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+import grpc.aio
+
+from mesh.identity.principal import Principal
+from mesh.v1 import admin_pb2 as admin
+from mesh.v1 import admin_pb2_grpc as admin_grpc
+from mesh.v1 import inference_pb2 as pb
+from mesh.v1 import inference_pb2_grpc as pb_grpc
+from placement.entry.front_door import FrontDoor
+
+_WATCH_EVERY_S = 3.0
+Authenticate = Callable[[grpc.aio.ServicerContext], Principal]
+
+
+class InferenceServicer(pb_grpc.InferenceServicer):
+    """Thin: authentication and roles are the interceptor's, everything else the front door's."""
+
+    def __init__(self, door: FrontDoor, authenticate: Authenticate) -> None:
+        self._door = door
+        self._authenticate = authenticate
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        async for response in self._door.generate(self._authenticate(context), request):
+            yield response
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        return await self._door.tokenize(self._authenticate(context), request)
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=self._door.models(self._authenticate(context)))
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        return pb.AbortResponse(aborted=self._door.abort(self._authenticate(context), request.request_id))
+
+    async def Explain(self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext) -> pb.ExplainResponse:
+        return await self._door.explain(self._authenticate(context), request.request)
+
+
+class SnapshotSource(Protocol):
+    """What the mesh view of an entry shows."""
+
+    def wire_snapshot(self) -> admin.Snapshot: ...
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return at the next change, or after the time."""
+
+
+class RequestMover(Protocol):
+    """Moves a running request, wherever its entry is."""
+
+    async def migrate(self, principal: Principal, request: admin.MigrateRequest) -> admin.MigrateResponse: ...
+
+
+class MeshViewServicer(admin_grpc.MeshViewServicer):
+    """The mesh as this entry sees it."""
+
+    def __init__(self, source: SnapshotSource, mover: RequestMover, authenticate: Authenticate) -> None:
+        self._source = source
+        self._mover = mover
+        self._authenticate = authenticate
+
+    async def GetSnapshot(
+        self, request: admin.GetSnapshotRequest, context: grpc.aio.ServicerContext
+    ) -> admin.GetSnapshotResponse:
+        return admin.GetSnapshotResponse(snapshot=self._source.wire_snapshot())
+
+    async def WatchSnapshot(
+        self, request: admin.WatchSnapshotRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin.WatchSnapshotResponse]:
+        while True:
+            yield admin.WatchSnapshotResponse(snapshot=self._source.wire_snapshot())
+            await self._source.changed(_WATCH_EVERY_S)
+
+    async def Migrate(self, request: admin.MigrateRequest, context: grpc.aio.ServicerContext) -> admin.MigrateResponse:
+        return await self._mover.migrate(self._authenticate(context), request)

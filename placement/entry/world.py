@@ -1,0 +1,27 @@
+"""What an entry may ask of the mesh: the snapshot it decides on, and ports to the nodes it can reach."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from mesh.node.port import KvReport, NodePort
+from placement.decide.types import Snapshot
+
+
+class World(Protocol):
+    """The placement service's and the edge agent's views implement it."""
+
+    def snapshot(self) -> Snapshot:
+        """The mesh now; cheap, taken once per decision."""
+        ...
+
+    def snapshot_age_s(self) -> float:
+        """How long ago the snapshot's registrations were last confirmed."""
+        ...
+
+    def port(self, node_id: str) -> NodePort:
+        """Raises NodeUnreachable if there is no way to the node now."""
+        ...
+
+    def saw_transfer(self, source_node_id: str, target_node_id: str, report: KvReport) -> None:
+        """A finished transfer, to learn the link's goodput from."""
