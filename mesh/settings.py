@@ -60,7 +60,7 @@ class Identity(Group):
     """Who this process is."""
 
     folder: Path
-    """Folder with key.pem, cert.pem (its SAN says mesh, role, tier, site and node id) and ca.pem."""
+    """Folder of node_key.pem, node_cert.pem (its SAN says mesh, role, tier, site and node id) and ca_cert.pem."""
 
 
 class PlacementListeners(Group):
@@ -141,18 +141,20 @@ class ModelFile(Group):
 
 
 class CoreEngine(Group):
-    """The torch engine with paged KV."""
+    """The torch engine with paged KV; fields as in core_node.engine.settings."""
 
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """cpu, cuda or cuda:N."""
     dtype: Annotated[str, Field(pattern=r"^(bf16|f32)$")] = "bf16"
     """Precision of weights and KV: bf16 or f32."""
-    threads: AutoCount = 0
+    n_threads: AutoCount = 0
     """Compute threads; 0: one per core. Processes on one machine need counts that add up to its cores."""
     kv_pool_tokens: AutoCount = 0
     """Size of the KV pool; 0: the engine chooses."""
-    chunk_tokens: Count = 256
-    """Most prompt tokens in one step."""
+    max_context_tokens: AutoCount = 0
+    """Longest prompt and output together; 0: the model's own."""
+    max_step_tokens: Count = 256
+    """Most tokens in one step."""
     max_running: Count = 32
     """Most sequences in one step."""
     max_waiting: Count = 256
@@ -160,17 +162,21 @@ class CoreEngine(Group):
 
 
 class EdgeEngine(Group):
-    """llama.cpp in a child process."""
+    """llama.cpp in a child process; fields as in edge_node.engine.settings."""
 
-    threads: AutoCount = 0
+    n_threads: AutoCount = 0
     """Compute threads; 0: one per core. Processes on one machine need counts that add up to its cores."""
-    kv_pool_tokens: AutoCount = 0
-    """Cells of the unified KV cache; 0: the engine chooses."""
-    chunk_tokens: Count = 256
-    """Most prompt tokens in one step."""
-    max_running: Annotated[int, BeforeValidator(_number), Field(ge=1, le=64)] = 8
+    n_ctx_tokens: Count = 4096
+    """KV cells, shared by all runs, holds and kept prefixes."""
+    max_context_tokens: AutoCount = 0
+    """Longest prompt and output together; 0: the smaller of the model's own and n_ctx_tokens."""
+    max_step_tokens: Count = 256
+    """Most tokens in one step; at most 63 makes results independent of load, at the price of prefill speed."""
+    max_running: Count = 8
     """Most sequences in one step."""
-    max_waiting: Count = 64
+    max_sequences: Count = 32
+    """Runs, holds, imports and kept prefixes together."""
+    max_waiting: AutoCount = 64
     """Longest queue; more are refused as overloaded."""
 
 

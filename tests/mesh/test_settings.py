@@ -38,8 +38,8 @@ def refused(folder: Path, text: str, cls: type[Group] = EdgeSettings, **flags: s
 
 
 def test_file_gives_values_and_defaults(tmp_path: Path) -> None:
-    settings = load_settings(EdgeSettings, write(tmp_path, EDGE + "engine: {threads: 1}\n"), {})
-    assert settings.engine.threads == 1
+    settings = load_settings(EdgeSettings, write(tmp_path, EDGE + "engine: {n_threads: 1}\n"), {})
+    assert settings.engine.n_threads == 1
     assert settings.placement.address == HostPort("127.0.0.1", 7001)
     assert settings.registry.kind is RegistryKind.EMBEDDED
 
@@ -100,13 +100,13 @@ def test_every_leaf_has_help_and_a_unique_key(cls: type[Group]) -> None:
     ("extra", "says"),
     [
         ("drain: 3\n", "unknown key drain (did you mean drain_s?)"),
-        ("engine: {thread: 1}\n", "unknown key engine.thread (did you mean engine.threads?)"),
+        ("engine: {n_thread: 1}\n", "unknown key engine.n_thread (did you mean engine.n_threads?)"),
         ("xyzzy: 1\n", "unknown key xyzzy"),
-        ("engine: {threads: -1}\n", "engine.threads:"),
-        ("engine: {threads: yes}\n", "engine.threads: must be a number"),
-        ("engine: {threads: 1.5}\n", "engine.threads:"),
+        ("engine: {n_threads: -1}\n", "engine.n_threads:"),
+        ("engine: {n_threads: yes}\n", "engine.n_threads: must be a number"),
+        ("engine: {n_threads: 1.5}\n", "engine.n_threads:"),
         ("engine: [1]\n", "engine:"),
-        ("engine: {max_running: 65}\n", "engine.max_running:"),
+        ("engine: {max_running: 0}\n", "engine.max_running:"),
         ("drain_s: .nan\n", "drain_s:"),
         ("drain_s: .inf\n", "drain_s:"),
         ("drain_s: 0\n", "drain_s:"),
@@ -137,7 +137,7 @@ def test_unknown_key_in_a_list_of_groups(tmp_path: Path) -> None:
 
 
 def test_unknown_and_bad_flags(tmp_path: Path) -> None:
-    assert "unknown key engine.treads" in refused(tmp_path, EDGE, engine__treads="1")
+    assert "unknown key engine.n_treads" in refused(tmp_path, EDGE, engine__n_treads="1")
     assert "models: not a YAML list" in refused(tmp_path, PLACEMENT, PlacementSettings, models="[{")
     assert "drain_s" in refused(tmp_path, EDGE, drain_s="none")
 
