@@ -6,7 +6,8 @@ its place URI, DNS names made from the place; the domain is never resolved:
 
 - one from a hash of the whole place URI: dialling with it proves mesh, role, tier, site, region, jurisdiction
   and node id at once, whatever characters they hold;
-- one per role: for a dialler that knows a role and an address only (an agent that dials placement);
+- one from a hash of the node id, and one per role: for a dialler whose settings name no more than that (an agent
+  that dials placement);
 - one for any node of the mesh.
 
 The authority is per mesh, so a name that verifies is of the own mesh. Pure.
@@ -26,6 +27,11 @@ def name_of_place(place: Place) -> str:
     return f"{hashlib.sha256(place.uri.encode()).hexdigest()[:40]}.place.{_DOMAIN}"
 
 
+def name_of_node(node_id: str) -> str:
+    """The name that only this node of the mesh has, wherever it is."""
+    return f"{hashlib.sha256(node_id.encode()).hexdigest()[:40]}.node.{_DOMAIN}"
+
+
 def name_of_role(role: Role) -> str:
     """The name that all nodes of a role have."""
     return f"{role.value}.role.{_DOMAIN}"
@@ -33,9 +39,9 @@ def name_of_role(role: Role) -> str:
 
 def name_of_any() -> str:
     """The name that every node has."""
-    return f"any.node.{_DOMAIN}"
+    return f"any.{_DOMAIN}"
 
 
-def names_of(place: Place) -> tuple[str, str, str]:
+def names_of(place: Place) -> tuple[str, str, str, str]:
     """All TLS names of a node at `place`."""
-    return name_of_place(place), name_of_role(place.role), name_of_any()
+    return name_of_place(place), name_of_node(place.node_id), name_of_role(place.role), name_of_any()
