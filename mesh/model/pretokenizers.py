@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from tokenizers import Regex
@@ -27,13 +27,18 @@ _RULES: Final[Mapping[str, tuple[str, ...]]] = {
 WHOLE_PIECES: Final = frozenset({"llama-bpe", "llama3"})
 
 
-def pre_tokenizer(name: str) -> PreTokenizer:
-    """The splitter of this name. Raises InvalidRequest naming what is supported."""
+def pre_tokenizer(name: str, missing: Iterable[str] = ()) -> PreTokenizer:
+    """The splitter of this name. Raises InvalidRequest naming what is supported.
+
+    `missing`: characters of the byte alphabet that the vocabulary lacks (rare control bytes). No token can hold them;
+    standing alone they are dropped without joining what is left and right of them, as in llama.cpp."""
     rules = _RULES.get(name)
     if rules is None:
         raise InvalidRequest(
             f"pre-tokenizer {name or '(none)'!r} is not supported; supported: {', '.join(sorted(_RULES))}",
             field="model",
         )
-    splits: list[PreTokenizer] = [Split(Regex(rule), "isolated") for rule in rules]
-    return Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
+    steps: list[PreTokenizer] = [Split(Regex(rule), "isolated") for rule in rules]
+    steps.append(ByteLevel(add_prefix_space=False, use_regex=False))
+    steps.extend(Split(char, "isolated") for char in missing)
+    return Sequence(steps)

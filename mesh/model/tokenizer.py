@@ -30,7 +30,8 @@ class Tokenizer:
         self.vocabulary = vocabulary
         self._bpe = _build(vocabulary)
         tokens = vocabulary.tokens
-        self._control_ids = {tokens[i]: i for i in vocabulary.control if tokens[i]}
+        # One character cannot be guarded by putting something inside it; no known model has such a control token.
+        self._control_ids = {tokens[i]: i for i in vocabulary.control if len(tokens[i]) > 1}
         longest_first = sorted(self._control_ids, key=lambda text: (-len(text), text))
         self._control = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
         self._bytes = _token_bytes(vocabulary)
@@ -39,11 +40,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of token ids."""
         return len(self._bytes)
-
-    @property
-    def control_texts(self) -> tuple[str, ...]:
-        """Texts of the control tokens, for guarding user content."""
-        return tuple(self._control_ids)
 
     def text_of(self, token_id: int | None) -> str:
         """Text of a control token as a template writes it; "" for None."""
@@ -66,6 +62,16 @@ class Tokenizer:
             elif plain := part.replace(guard, ""):
                 ids.extend(self._encode_plain(plain))
         return ids if ids[:1] == [self.vocabulary.bos_token_id] else self._with_bos(ids)
+
+    def break_controls(self, text: str, guard: str) -> str:
+        """`text` with `guard` inside each control text in it."""
+        return self._control.sub(lambda m: m[0][0] + guard + m[0][1:], text) if self._control is not None else text
+
+    def control_ids_in(self, rendered: str) -> list[int]:
+        """The control tokens that encode_prompt would make, in order."""
+        return (
+            [self._control_ids[text] for text in self._control.findall(rendered)] if self._control is not None else []
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; control tokens give none, bytes that are not UTF-8 give U+FFFD. Raises InvalidRequest on an id
@@ -131,7 +137,8 @@ def _build(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     except Exception as exc:  # the binding raises bare Exception for a merge of unknown tokens
         raise InvalidRequest(f"the tokenizer's merges do not fit its vocabulary: {exc}", field="model") from exc
     bpe = tokenizers.Tokenizer(model)
-    bpe.pre_tokenizer = pre_tokenizer(vocabulary.pre_tokenizer)
+    missing = [char for char in _byte_alphabet().values() if char not in vocab]
+    bpe.pre_tokenizer = pre_tokenizer(vocabulary.pre_tokenizer, missing)
     bpe.decoder = ByteLevelDecoder()
     texts = [vocabulary.tokens[i] for i in sorted(vocabulary.user_defined)]
     bpe.add_tokens([AddedToken(text, normalized=False, special=False) for text in texts if text])
