@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from typing import cast
+from typing import Annotated, cast
 
 import typer
 
@@ -35,9 +35,9 @@ def build_app(first_argument: str = "") -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
-    @app.callback()
+    @app.callback(invoke_without_command=True)
     def root(
-        version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
+        version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     ) -> None:
         if version:
             typer.echo(f"kvmesh {__version__}")
