@@ -1,0 +1,100 @@
+"""The policy document as an admin writes it: field names, types and what each means. Cross-checks are in model.py.
+
+Unknown keys are errors everywhere. `json_schema()` is for editors.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
+ModelName = Annotated[str, Field(min_length=1, max_length=200)]
+Price = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Labels(_Part):
+    """Privacy labels, and which is above which. Give `order` or `raises`, not both."""
+
+    order: list[Name] | None = Field(default=None, min_length=1, description="A chain, the least private label first.")
+    raises: dict[Name, list[Name]] | None = Field(
+        default=None,
+        min_length=1,
+        description="For each label the labels right above it; any two must have one least join.",
+    )
+    default: Name | None = Field(default=None, description="Label of a request that claims none.")
+
+
+class PlaceRule(_Part):
+    """Where data may be: every key that is given must match. `anywhere: true` stands alone."""
+
+    anywhere: Literal[True] | None = Field(default=None, description="No limit at all.")
+    tiers: list[Literal["core", "edge"]] | None = Field(default=None, min_length=1)
+    regions: list[Name] | None = Field(default=None, min_length=1)
+    jurisdictions: list[Name] | None = Field(default=None, min_length=1)
+    sites: list[Name] | None = Field(
+        default=None, min_length=1, description="`own` is the site of the request's entry."
+    )
+    nodes: list[Name] | None = Field(default=None, min_length=1)
+
+
+def _one_or_more(value: Any) -> str:
+    return "alternatives" if isinstance(value, list) else "rule"
+
+
+PlaceRules = Annotated[
+    Annotated[PlaceRule, Tag("rule")]
+    | Annotated[list[PlaceRule], Field(min_length=1, max_length=64), Tag("alternatives")],
+    Discriminator(_one_or_more),
+]
+
+
+def _integer(value: Any) -> Any:
+    if type(value) is not int:  # True and 1.0 equal 1
+        raise ValueError("must be an integer")
+    return value
+
+
+class Models(_Part):
+    """Which models the tenant may use."""
+
+    allowed: list[ModelName] | None = Field(default=None, min_length=1, description="Absent: every model of the mesh.")
+    default: ModelName | None = Field(default=None, description="Model of a request that names none.")
+
+
+class PriceTable(_Part):
+    """Seconds of cost for each second of use; placement minimises time plus price."""
+
+    core_prefill_per_s: Price = 0.0
+    core_decode_per_s: Price = 0.0
+    edge_prefill_per_s: Price = 0.0
+    edge_decode_per_s: Price = 0.0
+
+
+class PolicyDocument(_Part):
+    """One tenant's placement policy."""
+
+    version: Annotated[Literal[1], BeforeValidator(_integer)] = Field(description="Version of this format.")
+    labels: Labels = Labels()
+    rules: dict[Name, PlaceRules] = Field(
+        default={}, description="Where a prompt of each label may be; a missing label stays at the entry's own site."
+    )
+    kv_rules: dict[Name, PlaceRules] = Field(
+        default={}, description="Where KV of each label may be; a missing label: as its prompt."
+    )
+    models: Models = Models()
+    priority: int = Field(default=0, ge=-100, le=100, description="Smaller runs first.")
+    fallback: Literal["allowed", "none"] = Field(
+        default="allowed", description="`none`: if the first choice fails, the request fails."
+    )
+    price: PriceTable = PriceTable()
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of the document."""
+    return PolicyDocument.model_json_schema()

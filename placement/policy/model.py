@@ -1,0 +1,282 @@
+"""A tenant's placement policy, compiled: which label may be where, as prompt and as KV. Pure.
+
+`parse_policy` and `check_policy` read the YAML document (see document.py); `Policy` answers questions. It fails
+closed: a label without a rule is allowed at the entry's own site only, and no site is `own` where the entry's site
+is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from mesh.errors import InvalidRequest, PolicyDenied
+from mesh.identity.place import Place, Tier
+from placement.policy.document import PlaceRule, PolicyDocument
+from placement.policy.labels import DEFAULT_ORDER, Lattice, LatticeProblem
+from placement.policy.places import PlaceColumns
+from placement.policy.yaml_text import Document, Problem, YamlProblem, read_yaml
+
+OWN_SITE = "own"
+
+
+class DataKind(Enum):
+    """What is to be at a place."""
+
+    PROMPT = "prompt"
+    KV = "kv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One compiled rule. `None` limits nothing; `own_site` adds the entry's site to `sites`."""
+
+    name: str
+    tiers: frozenset[Tier] | None = None
+    regions: frozenset[str] | None = None
+    jurisdictions: frozenset[str] | None = None
+    sites: frozenset[str] | None = None
+    own_site: bool = False
+    nodes: frozenset[str] | None = None
+
+    def _sites(self, entry_site: str) -> frozenset[str] | None:
+        if self.own_site and self.sites is not None and entry_site:
+            return self.sites | {entry_site}
+        return self.sites
+
+    def matches(self, place: Place, entry_site: str) -> bool:
+        """Whether data may be at `place`."""
+        sites = self._sites(entry_site)
+        return (
+            (self.tiers is None or place.tier in self.tiers)
+            and (self.regions is None or place.region in self.regions)
+            and (self.jurisdictions is None or place.jurisdiction in self.jurisdictions)
+            and (sites is None or place.site in sites)
+            and (self.nodes is None or place.node_id in self.nodes)
+        )
+
+    def mask(self, places: PlaceColumns, entry_site: str) -> NDArray[np.bool_]:
+        """`matches` of all places at once, shape [n_places]."""
+        allowed = np.ones(len(places), dtype=np.bool_)
+        if self.tiers is not None:
+            allowed &= np.isin(places.tier, [tier.value for tier in self.tiers])
+        limits = (
+            (self.regions, "region"),
+            (self.jurisdictions, "jurisdiction"),
+            (self._sites(entry_site), "site"),
+            (self.nodes, "node_id"),
+        )
+        for names, column in limits:
+            if names is not None:
+                allowed &= np.isin(getattr(places, column), list(names))
+        return allowed
+
+    def __str__(self) -> str:
+        """The rule as one would say it."""
+        sites = None if self.sites is None else self.sites | ({"the entry's own"} if self.own_site else set())
+        tiers = None if self.tiers is None else {tier.value for tier in self.tiers}
+        parts = (
+            (tiers, "tier"), (self.regions, "region"), (self.jurisdictions, "jurisdiction"),
+            (sites, "site"), (self.nodes, "node"),
+        )  # fmt: skip
+        said = [f"{what} {' or '.join(sorted(names))}" for names, what in parts if names is not None]
+        return ", ".join(said) or "anywhere"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Seconds of cost for each second of use."""
+
+    core_prefill_per_s: float = 0.0
+    core_decode_per_s: float = 0.0
+    edge_prefill_per_s: float = 0.0
+    edge_decode_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """See the module's docstring. `version` is that of the stored document; 0 is the built-in policy."""
+
+    version: int
+    labels: Lattice
+    default_label: str
+    prompt_rules: Mapping[str, tuple[Rule, ...]]  # for every label
+    kv_rules: Mapping[str, tuple[Rule, ...]]  # for every label
+    allowed_models: frozenset[str] | None
+    default_model: str  # empty: none
+    priority: int
+    fallback: bool
+    prices: Prices
+
+    def check_label(self, label: str) -> str:
+        """The label. Raises InvalidRequest if the policy does not know it."""
+        return self.labels.check(label)
+
+    def join(self, a: str, b: str) -> str:
+        """The lowest label above both. Raises InvalidRequest."""
+        return self.labels.join(a, b)
+
+    def model_allowed(self, model: str) -> bool:
+        """Whether the tenant may use it."""
+        return self.allowed_models is None or model in self.allowed_models
+
+    def check_model(self, model: str) -> None:
+        """Raises PolicyDenied unless the tenant may use it."""
+        if not self.model_allowed(model):
+            raise PolicyDenied(f"the policy does not allow the model {model[:100]!r}", rule="models.allowed")
+
+    def rules_of(self, label: str, kind: DataKind) -> tuple[Rule, ...]:
+        """The label's alternatives, at least one. Raises InvalidRequest."""
+        rules = self.prompt_rules if kind is DataKind.PROMPT else self.kv_rules
+        return rules[self.labels.check(label)]
+
+    def allows(self, label: str, place: Place, *, entry_site: str, kind: DataKind) -> str | None:
+        """Name of the rule that lets data of this label be at `place`; None if none does. Raises InvalidRequest."""
+        return next((r.name for r in self.rules_of(label, kind) if r.matches(place, entry_site)), None)
+
+    def mask(self, label: str, places: PlaceColumns, *, entry_site: str, kind: DataKind) -> NDArray[np.bool_]:
+        """`allows` of all places at once, shape [n_places]. Raises InvalidRequest."""
+        allowed = np.zeros(len(places), dtype=np.bool_)
+        for rule in self.rules_of(label, kind):
+            allowed |= rule.mask(places, entry_site)
+        return allowed
+
+    def explain_rules(self, label: str, kind: DataKind) -> str:
+        """The label's rules in words, with their names."""
+        return "; or ".join(f"{r.name} ({r})" for r in self.rules_of(label, kind))
+
+
+def parse_policy(text: str, *, version: int) -> Policy:
+    """Compile a document. Raises InvalidRequest that tells the first problem (`line`, `column`, `path`)."""
+    outcome = _read(text, version)
+    if isinstance(outcome, Policy):
+        return outcome
+    first, more = outcome[0], len(outcome) - 1
+    message = f"policy: {first}" + (f" (and {more} more)" if more else "")
+    raise InvalidRequest(message, field="policy", line=str(first.line), column=str(first.column), path=first.path)
+
+
+def check_policy(text: str) -> tuple[Problem, ...]:
+    """All problems of a document; empty if it is valid."""
+    outcome = _read(text, version=1)
+    return () if isinstance(outcome, Policy) else outcome
+
+
+def _read(text: str, version: int) -> Policy | tuple[Problem, ...]:
+    try:
+        document = read_yaml(text)
+    except YamlProblem as exc:
+        return (exc.problem,)
+    try:
+        written = PolicyDocument.model_validate(document.data)
+    except ValidationError as exc:
+        return tuple(_problem(document, error["loc"], _words(error["type"], error["msg"])) for error in exc.errors())
+    return _compile(written, document, version)
+
+
+def _words(kind: str, message: str) -> str:
+    if kind == "extra_forbidden":
+        return "unknown key"
+    if kind in ("missing", "string_type"):
+        return {"missing": "required", "string_type": "must be a string (quote it)"}[kind]
+    if kind == "model_type":
+        return "must be a mapping of keys to values"
+    return message.replace("Input should", "should").removeprefix("Value error, ")
+
+
+def _problem(document: Document, location: tuple[str | int, ...], message: str) -> Problem:
+    path, line, column = document.find(location)
+    return Problem(line=line, column=column, path=path, message=message)
+
+
+def _compile(written: PolicyDocument, document: Document, version: int) -> Policy | tuple[Problem, ...]:
+    problems: list[Problem] = []
+
+    def wrong(location: tuple[str | int, ...], message: str) -> None:
+        problems.append(_problem(document, location, message))
+
+    try:
+        labels = _lattice(written)
+    except LatticeProblem as exc:
+        return (_problem(document, ("labels", "raises" if written.labels.raises else "order"), str(exc)),)
+    default_label = written.labels.default or ("internal" if "internal" in labels.above else "")
+    if not default_label:
+        wrong(("labels", "default"), f"required with these labels: one of {', '.join(labels.names)}")
+    elif default_label not in labels.above:
+        wrong(("labels", "default"), f"unknown label {default_label!r}: one of {', '.join(labels.names)}")
+    for section, rules in (("rules", written.rules), ("kv_rules", written.kv_rules)):
+        for label, given in rules.items():
+            if label not in labels.above:
+                wrong((section, label), f"unknown label: one of {', '.join(labels.names)}")
+            for i, rule in enumerate(given if isinstance(given, list) else [given]):
+                _check_rule(rule, lambda message, at=(section, label, i): wrong(at, message))  # type: ignore[misc]
+    allowed, default_model = written.models.allowed, written.models.default or ""
+    if allowed is not None and default_model and default_model not in allowed:
+        wrong(("models", "default"), f"{default_model!r} is not in models.allowed")
+    if problems:
+        return tuple(problems)
+    prompt_rules = {name: _rules("rules", name, written) or (_own_site(name),) for name in labels.names}
+    return Policy(
+        version=version,
+        labels=labels,
+        default_label=default_label,
+        prompt_rules=prompt_rules,
+        kv_rules={name: _rules("kv_rules", name, written) or prompt_rules[name] for name in labels.names},
+        allowed_models=None if allowed is None else frozenset(allowed),
+        default_model=default_model,
+        priority=written.priority,
+        fallback=written.fallback == "allowed",
+        prices=Prices(**written.price.model_dump()),
+    )
+
+
+def _lattice(written: PolicyDocument) -> Lattice:
+    labels = written.labels
+    if labels.raises is not None:
+        if labels.order is not None:
+            raise LatticeProblem("give `order` or `raises`, not both")
+        return Lattice.raises(labels.raises)
+    return Lattice.chain(labels.order or DEFAULT_ORDER)
+
+
+def _check_rule(rule: PlaceRule, wrong: Callable[[str], None]) -> None:
+    limits = rule.model_fields_set - {"anywhere"}
+    if rule.anywhere and limits:
+        wrong("`anywhere` stands alone: leave it out, or leave out the limits")
+    elif not rule.anywhere and not limits:
+        wrong("allows nothing that can be told: say `anywhere: true`, or give tiers, regions, sites ...")
+
+
+def _rules(section: str, label: str, written: PolicyDocument) -> tuple[Rule, ...]:
+    given = getattr(written, section).get(label)
+    if given is None:
+        return ()
+    if isinstance(given, PlaceRule):
+        return (_rule(f"{section}.{label}", given),)
+    return tuple(_rule(f"{section}.{label}[{i}]", rule) for i, rule in enumerate(given))
+
+
+def _rule(name: str, given: PlaceRule) -> Rule:
+    def names(values: list[str] | None) -> frozenset[str] | None:
+        return None if values is None else frozenset(values)
+
+    sites = names(given.sites)
+    return Rule(
+        name=name,
+        tiers=None if given.tiers is None else frozenset(Tier(tier) for tier in given.tiers),
+        regions=names(given.regions),
+        jurisdictions=names(given.jurisdictions),
+        sites=None if sites is None else sites - {OWN_SITE},
+        own_site=sites is not None and OWN_SITE in sites,
+        nodes=names(given.nodes),
+    )
+
+
+def _own_site(label: str) -> Rule:
+    """What a label without a rule gets."""
+    return Rule(name=f"own-site({label})", sites=frozenset(), own_site=True)
