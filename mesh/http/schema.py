@@ -1,0 +1,181 @@
+"""Request bodies of the OpenAI API as this mesh takes them.
+
+Three kinds of fields: those with a meaning here; those of OpenAI's that would change the result and are not
+supported, which are refused by name (`_REFUSED_*`); and everything else, which cannot change the result (`user`,
+`store`, `metadata` ...) and is ignored, as clients send more with every version. kvmesh's own fields sit beside
+OpenAI's, and under `kvmesh`, where unknown keys are errors. Ranges are the entry's business: one rim checks them for
+gRPC and HTTP alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from mesh.errors import InvalidRequest
+
+MAX_BODY_BYTES: Final = 4 * 1024 * 1024
+
+_Whole = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class _Ours(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Placement(_Ours):
+    """Where the caller wants it to run; policy decides."""
+
+    shape: Literal["local", "core", "split", "offload"] | None = None
+    node_id: str = ""
+    site: str = ""
+
+
+class Latency(_Ours):
+    """Wishes in seconds; `deadline_s` ends the request."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    deadline_s: float | None = None
+
+
+class Extension(_Ours):
+    """The `kvmesh` object of a request."""
+
+    label: str = ""
+    placement: Placement | None = None
+    latency: Latency | None = None
+    idempotency_key: str = ""
+    resume_offset_tokens: _Whole = 0
+
+
+class StreamOptions(_Body):
+    """OpenAI's stream_options."""
+
+    include_usage: bool | None = None
+
+
+class Sampling(_Body):
+    """What both endpoints share. None: not given."""
+
+    model: str = ""
+    max_tokens: _Whole | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: _Whole | None = None
+    ignore_eos: bool | None = None
+    kvmesh: Extension = Extension()
+
+
+class ContentPart(_Body):
+    """One part of a message. Only text is known."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Body):
+    """One chat message. `developer` is OpenAI's newer word for `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: _Whole | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class CompletionBody(Sampling):
+    """POST /v1/completions. One prompt: a text, token ids, or a list of one of these."""
+
+    prompt: str | list[_Whole] | list[str] | list[list[_Whole]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
+
+# A field, and whether its value asks for what is not there.
+_Refusals = Mapping[str, Callable[[Any], bool]]
+_REFUSED: Final[_Refusals] = {
+    "n": lambda v: v != 1,
+    "logit_bias": bool,
+}
+_REFUSED_CHAT: Final[_Refusals] = {
+    **_REFUSED,
+    "tools": bool,
+    "tool_choice": lambda v: v != "none",
+    "functions": bool,
+    "function_call": lambda v: v != "none",
+    "response_format": lambda v: not (isinstance(v, dict) and v.get("type") == "text"),
+    "modalities": lambda v: v != ["text"],
+    "audio": bool,
+    "prediction": bool,
+    "web_search_options": lambda _: True,
+}
+_REFUSED_COMPLETION: Final[_Refusals] = {
+    **_REFUSED,
+    "best_of": lambda v: v != 1,
+    "suffix": bool,
+    "echo": lambda v: v is not False,
+}
+
+
+def parse_chat(raw: bytes) -> ChatBody:
+    """Body of a chat request. Raises InvalidRequest naming the field."""
+    return _parse(raw, ChatBody, _REFUSED_CHAT)
+
+
+def parse_completion(raw: bytes) -> CompletionBody:
+    """Body of a completion request. Raises InvalidRequest naming the field."""
+    return _parse(raw, CompletionBody, _REFUSED_COMPLETION)
+
+
+def _parse(raw: bytes, body: type[BodyT], refused: _Refusals) -> BodyT:
+    try:
+        data = from_json(raw, allow_inf_nan=False)
+    except ValueError as exc:
+        raise InvalidRequest(f"the body is not JSON: {exc}", field="body") from exc
+    if not isinstance(data, dict):
+        raise InvalidRequest("the body is not a JSON object", field="body")
+    for field, asks in refused.items():
+        if (value := data.get(field)) is not None and asks(value):
+            raise InvalidRequest(f"{field} is not supported here: leave it out", field=field)
+    if data.get("kvmesh", ...) is None:
+        del data["kvmesh"]
+    try:
+        return body.model_validate(data)
+    except ValidationError as exc:
+        # Pydantic's own text quotes the input, which may be a prompt: only its kind and place are told.
+        problem = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(str(part) for part in problem["loc"] if not _is_branch(part))
+        raise InvalidRequest(f"{field or 'body'}: {problem['msg']}", field=field) from None
+
+
+def _is_branch(part: object) -> bool:
+    """Whether a step of a pydantic location names a branch of a union and not a place in the body."""
+    return isinstance(part, str) and ("[" in part or part in ("str", "int", "ChatMessage", "ContentPart"))
