@@ -14,8 +14,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 
-from mesh.errors import Draining, NotFound, Overloaded
-from mesh.identity.place import Tier
+from mesh.errors import Draining, NotFound, Overloaded, PolicyDenied
+from mesh.identity.place import Place, Tier
 from mesh.identity.principal import AccessRole, Principal
 from mesh.node.port import WorkContext
 from mesh.telemetry.log import get_logger, log_context
@@ -34,6 +34,7 @@ from placement.entry.runner_types import MoveCause
 from placement.entry.wire import decision_to_wire
 from placement.entry.world import World
 from placement.policy.book import PolicyBook
+from placement.policy.model import DataKind
 
 log = get_logger(__name__)
 MAX_OPEN_REQUESTS = 512
@@ -101,13 +102,13 @@ class FrontDoor:
         return stream
 
     async def _accept(self, principal: Principal, request: pb.GenerateRequest) -> Accepted:
-        policy = self._deps.policies().lookup(principal.tenant).policy
+        policy = self._deps.policies().policy(principal.tenant).policy
         seed = self._rng.getrandbits(64)
         return await accept(request, principal, models=self._deps.models, policy=policy, seed=seed)
 
     def _decide(self, accepted: Accepted, wish: Wish | None = None, exclude: frozenset[str] = frozenset()) -> Plan:
         """Raises PolicyDenied, NoNodeNow, NoCapableNode or Overloaded, naming the rule."""
-        entry = self._deps.policies().lookup(accepted.principal.tenant)
+        entry = self._deps.policies().policy(accepted.principal.tenant)
         request = accepted.placement
         if wish is not None:
             request = replace(request, wish=wish, exclude=exclude)
@@ -125,7 +126,7 @@ class FrontDoor:
 
     def _start(self, accepted: Accepted, plan: Plan, stream: RequestStream) -> None:
         tenant, label = accepted.principal.tenant, accepted.placement.label
-        entry = self._deps.policies().lookup(tenant)
+        entry = self._deps.policies().policy(tenant)
         context = WorkContext(
             request_id=stream.request_id,
             tenant=tenant,
@@ -178,7 +179,7 @@ class FrontDoor:
         verdicts = explain_nodes(
             self._deps.world.snapshot(),
             accepted.placement,
-            self._deps.policies().lookup(principal.tenant).policy,
+            self._deps.policies().policy(principal.tenant).policy,
             entry_site=self._deps.signer.place.site,
         )
         response = pb.ExplainResponse(
@@ -196,7 +197,7 @@ class FrontDoor:
 
     async def tokenize(self, principal: Principal, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         """Ids as the model would see them."""
-        policy = self._deps.policies().lookup(principal.tenant).policy
+        policy = self._deps.policies().policy(principal.tenant).policy
         ids = await encode_prompt(request, pick_model(request.model, self._deps.models, policy))
         response = pb.TokenizeResponse()
         response.tokens.ids.extend(ids)
@@ -204,7 +205,7 @@ class FrontDoor:
 
     def models(self, principal: Principal) -> list[pb.ModelInfo]:
         """Models that this entry knows and the tenant may use, with the nodes that serve each."""
-        policy = self._deps.policies().lookup(principal.tenant).policy
+        policy = self._deps.policies().policy(principal.tenant).policy
         snapshot = self._deps.world.snapshot()
         found = []
         for model_id, model in sorted(self._deps.models.items()):
@@ -259,9 +260,19 @@ class FrontDoor:
         wish = Wish(shape=shape, node_id=request.node_id, tier=tier)
         plan = self._decide(live.accepted, wish, frozenset({here}))
         target = plan.choice.decode
-        entry = self._deps.policies().lookup(live.accepted.principal.tenant)
-        entry.policy.check_kv(live.accepted.placement.label, target, entry_site=self._deps.signer.place.site)
+        self._check_kv(live.accepted, target)
         return target.node_id
+
+    def _check_kv(self, accepted: Accepted, target: Place) -> None:
+        policy = self._deps.policies().policy(accepted.principal.tenant).policy
+        label, site = accepted.placement.label, self._deps.signer.place.site
+        if policy.allows(label, target, entry_site=site, kind=DataKind.KV) is None:
+            raise PolicyDenied(
+                f"KV with label {label} may not be at {target.node_id} (site {target.site}): "
+                f"allowed is {policy.explain_rules(label, DataKind.KV)}",
+                rule=policy.rules_of(label, DataKind.KV)[0].name,
+                node=target.node_id,
+            )
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, wait for what runs, then end the rest."""

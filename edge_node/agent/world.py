@@ -1,0 +1,119 @@
+"""The mesh as an edge agent sees it: its own engine, the last snapshot it was pushed, and links it measured itself.
+
+Implements the entry's World. Cut off, the snapshot ages, links show as unreachable, and the own node remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from mesh.identity.place import Tier
+from mesh.node.engine import EngineLoad
+from mesh.node.local_port import LocalPort
+from mesh.node.port import KvReport, NodePort, Peer
+from mesh.v1 import admin_pb2 as admin
+from placement.decide.types import Snapshot
+from placement.entry.mesh_view import ModelFacts, NodeFacts, NodeState, build_snapshot, from_wire, to_wire
+from placement.entry.peers import Dial, Peers
+
+_NEVER_S = 1e9
+
+
+class EdgeWorld:
+    """Owned by the agent. `set_load` and `set_snapshot` feed it."""
+
+    def __init__(self, *, own: LocalPort, models: tuple[ModelFacts, ...], load: EngineLoad, dial: Dial) -> None:
+        self._own = own
+        self._models = models
+        self._load = load
+        self._draining = False
+        self._peers = Peers(dial, watch_load=False, on_change=self._changed)
+        self._pushed: admin.Snapshot | None = None
+        self._pushed_at_s = 0.0
+        self._version = 0
+        self._changes = asyncio.Event()
+
+    async def close(self) -> None:
+        await self._peers.close()
+
+    def set_load(self, load: EngineLoad, *, draining: bool) -> None:
+        """The own engine's load now."""
+        self._load, self._draining = load, draining
+
+    def set_snapshot(self, snapshot: admin.Snapshot) -> None:
+        """A newer snapshot was pushed; open links to the core nodes in it."""
+        self._pushed, self._pushed_at_s = snapshot, time.monotonic()
+        others = from_wire(snapshot, mesh=self._own.place.mesh, elapsed_s=0.0)
+        self._peers.update(
+            Peer(address=node.address, place=node.place)
+            for node in others
+            if node.address and node.place.tier is Tier.CORE
+        )
+        self._changed()
+
+    # The entry's World
+
+    def snapshot(self) -> Snapshot:
+        return build_snapshot(self.nodes(), entry_node_id=self._own.place.node_id, version=self._version)
+
+    def snapshot_age_s(self) -> float:
+        return _NEVER_S if self._pushed is None else time.monotonic() - self._pushed_at_s
+
+    def port(self, node_id: str) -> NodePort:
+        return self._own if node_id == self._own.place.node_id else self._peers.port(node_id)
+
+    def saw_transfer(self, source_node_id: str, target_node_id: str, report: KvReport) -> None:
+        for node_id in (source_node_id, target_node_id):
+            link = self._peers.link(node_id)
+            if link is not None:
+                link.saw_transfer(report.wire_bytes, report.duration_s)
+
+    # What operators see here
+
+    def nodes(self) -> tuple[NodeFacts, ...]:
+        """The own node first-hand, the others as last heard."""
+        own = NodeFacts(
+            place=self._own.place,
+            address="",
+            state=NodeState.READY,
+            models=self._models,
+            load=self._load,
+            draining=self._draining,
+            rtt_s=0.0,
+        )
+        if self._pushed is None:
+            return (own,)
+        others = from_wire(self._pushed, mesh=self._own.place.mesh, elapsed_s=self.snapshot_age_s())
+        return (own, *(self._heard(n) for n in others if n.place.node_id != own.place.node_id))
+
+    def wire_snapshot(self) -> admin.Snapshot:
+        return to_wire(
+            self.nodes(), version=self._version, registry_age_s=self.snapshot_age_s(), made_unix_s=time.time()
+        )
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return at the next change, or after the time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changes.wait()
+
+    def _heard(self, node: NodeFacts) -> NodeFacts:
+        link = self._peers.link(node.place.node_id)
+        if link is None:  # another box of this site, or a core node without an address: no way there from here
+            return replace(node, reachable=False)
+        facts = link.facts
+        return replace(
+            node,
+            state=node.state if facts.reachable else NodeState.DISCONNECTED,
+            reachable=facts.reachable,
+            rtt_s=facts.rtt_s,
+            goodput_bytes_per_s=facts.goodput_bytes_per_s,
+        )
+
+    def _changed(self) -> None:
+        self._version += 1
+        self._changes.set()
+        self._changes = asyncio.Event()

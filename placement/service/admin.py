@@ -1,0 +1,115 @@
+"""The admin face of the placement service: mesh.v1.Policies and mesh.v1.Tenants. Roles are the interceptor's."""
+
+from __future__ import annotations
+
+import time
+
+import grpc.aio
+
+from mesh.errors import InvalidRequest
+from mesh.identity.place import check_name
+from mesh.identity.principal import AccessRole
+from mesh.identity.tenants import TenantDirectory, issue_key, new_tenant, role_from_name
+from mesh.telemetry.log import get_logger
+from mesh.v1 import admin_pb2 as admin
+from mesh.v1 import admin_pb2_grpc as admin_grpc
+from placement.policy.model import check_policy
+from placement.service.stores import PolicyStore, StoredPolicy, TenantStore
+
+log = get_logger(__name__)
+
+
+class PoliciesServicer(admin_grpc.PoliciesServicer):
+    """Policies per tenant."""
+
+    def __init__(self, store: PolicyStore, tenants: TenantStore) -> None:
+        self._store = store
+        self._tenants = tenants
+
+    async def Put(self, request: admin.PutPolicyRequest, context: grpc.aio.ServicerContext) -> admin.PutPolicyResponse:
+        self._tenants.directory.tenant(request.tenant)
+        expected = request.expected_version if request.HasField("expected_version") else None
+        version = await self._store.put(request.tenant, request.yaml, expected)
+        log.info("policy_stored", tenant=request.tenant, version=version)
+        return admin.PutPolicyResponse(version=version)
+
+    async def Get(self, request: admin.GetPolicyRequest, context: grpc.aio.ServicerContext) -> admin.GetPolicyResponse:
+        return admin.GetPolicyResponse(policy=_to_wire(self._store.get(request.tenant)))
+
+    async def List(
+        self, request: admin.ListPoliciesRequest, context: grpc.aio.ServicerContext
+    ) -> admin.ListPoliciesResponse:
+        kept = [s for s in self._store.stored if s.yaml is not None]
+        return admin.ListPoliciesResponse(policies=[_to_wire(s) for s in kept])
+
+    async def Delete(
+        self, request: admin.DeletePolicyRequest, context: grpc.aio.ServicerContext
+    ) -> admin.DeletePolicyResponse:
+        await self._store.delete(request.tenant)
+        log.info("policy_deleted", tenant=request.tenant)
+        return admin.DeletePolicyResponse()
+
+    async def Validate(
+        self, request: admin.ValidatePolicyRequest, context: grpc.aio.ServicerContext
+    ) -> admin.ValidatePolicyResponse:
+        return admin.ValidatePolicyResponse(
+            problems=[
+                admin.PolicyProblem(line=p.line, column=p.column, path=p.path, message=p.message)
+                for p in check_policy(request.yaml)
+            ]
+        )
+
+
+class TenantsServicer(admin_grpc.TenantsServicer):
+    """Tenants and their keys."""
+
+    def __init__(self, store: TenantStore) -> None:
+        self._store = store
+
+    async def Create(
+        self, request: admin.CreateTenantRequest, context: grpc.aio.ServicerContext
+    ) -> admin.CreateTenantResponse:
+        tenant = new_tenant(request.tenant)
+        await self._store.change(lambda directory: directory.with_tenant(tenant))
+        log.info("tenant_created", tenant=request.tenant)
+        return admin.CreateTenantResponse()
+
+    async def List(
+        self, request: admin.ListTenantsRequest, context: grpc.aio.ServicerContext
+    ) -> admin.ListTenantsResponse:
+        directory = self._store.directory
+        return admin.ListTenantsResponse(tenants=[_tenant(directory, t.tenant) for t in directory.tenants])
+
+    async def IssueKey(
+        self, request: admin.IssueKeyRequest, context: grpc.aio.ServicerContext
+    ) -> admin.IssueKeyResponse:
+        check_name("tenant", request.tenant)
+        try:
+            role = role_from_name(request.role) if request.role else AccessRole.TENANT
+        except KeyError:
+            raise InvalidRequest(f"role is tenant, operator or admin, got {request.role[:40]!r}", field="role") from None
+        api_key, record = issue_key(request.tenant, role, created_unix_s=int(time.time()))
+        await self._store.change(lambda directory: directory.with_key(record))
+        log.info("key_issued", tenant=request.tenant, key_id=record.key_id, role=role.name)
+        return admin.IssueKeyResponse(key_id=record.key_id, api_key=api_key)
+
+    async def RevokeKey(
+        self, request: admin.RevokeKeyRequest, context: grpc.aio.ServicerContext
+    ) -> admin.RevokeKeyResponse:
+        await self._store.change(lambda directory: directory.with_revoked(request.key_id))
+        log.info("key_revoked", key_id=request.key_id)
+        return admin.RevokeKeyResponse()
+
+
+def _to_wire(stored: StoredPolicy) -> admin.StoredPolicy:
+    return admin.StoredPolicy(tenant=stored.tenant, yaml=stored.yaml or "", version=stored.version)
+
+
+def _tenant(directory: TenantDirectory, tenant: str) -> admin.Tenant:
+    keys = [
+        admin.KeyInfo(
+            key_id=key.key_id, role=key.role.name.lower(), created_unix_s=key.created_unix_s, revoked=key.revoked
+        )
+        for key in directory.keys_of(tenant)
+    ]
+    return admin.Tenant(tenant=tenant, keys=keys)

@@ -1,0 +1,207 @@
+"""The mesh as the placement service sees it: registry, load streams of core nodes, attached edges.
+
+Implements the entry's World. Nothing is deleted for being silent: a registered node that is silent is
+`disconnected`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from mesh.errors import MeshError, NodeUnreachable, NotFound
+from mesh.identity.place import Place, Role, Tier
+from mesh.node.port import KvReport, NodePort, Peer
+from mesh.registry.types import Health, NodesView, Registry
+from mesh.rpc.uplink.hub import UplinkHub
+from mesh.rpc.uplink.types import AttachedEdge
+from mesh.telemetry.log import get_logger
+from mesh.v1 import admin_pb2 as admin
+from placement.decide.types import Snapshot
+from placement.entry.mesh_view import IDLE, NodeFacts, NodeState, build_snapshot, models_from_wire, to_wire
+from placement.entry.peers import Dial, Peers
+from placement.service.registrations import from_registration, to_registration
+
+log = get_logger(__name__)
+_NEVER_S = 1e9  # age of a load that was never heard
+_PUSH_EVERY_S = 1.0
+_EDGE_TTL_S = 10.0
+_EDGE_BEAT_S = 3.0
+
+
+class MeshState:
+    """Owned by the placement service; `start` and `close` it."""
+
+    def __init__(self, *, place: Place, registry: Registry, hub: UplinkHub, dial: Dial) -> None:
+        self._place = place
+        self._registry = registry
+        self._hub = hub
+        self._peers = Peers(dial, watch_load=True, on_change=self._changed)
+        self._view: NodesView | None = None
+        self._version = 0
+        self._changes = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Begin to watch. Returns at once."""
+        loops = (self._watch_registry, self._watch_edges, self._push_snapshots, self._beat_for_edges)
+        self._tasks = [asyncio.create_task(loop(), name=loop.__name__) for loop in loops]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._peers.close()
+
+    # The entry's World
+
+    def snapshot(self) -> Snapshot:
+        return build_snapshot(self.nodes(), entry_node_id=self._place.node_id, version=self._version)
+
+    def snapshot_age_s(self) -> float:
+        return _NEVER_S if self._view is None else time.monotonic() - self._view.heard_monotonic_s
+
+    def port(self, node_id: str) -> NodePort:
+        if any(edge.place.node_id == node_id for edge in self._hub.attached()):
+            return self._hub.port(node_id)
+        return self._peers.port(node_id)
+
+    def saw_transfer(self, source_node_id: str, target_node_id: str, report: KvReport) -> None:
+        # The bytes went between two other nodes; what this process measures are its own links.
+        return
+
+    # What operators and edges see
+
+    def nodes(self) -> tuple[NodeFacts, ...]:
+        """All known nodes, each with the age of its figures."""
+        attached = {edge.place.node_id: edge for edge in self._hub.attached()}
+        known = {edge.place.node_id: _edge_facts(edge) for edge in attached.values()}
+        for node in self._view.nodes if self._view is not None else ():
+            if node.registration.node_id in known:
+                continue
+            try:
+                place, models = from_registration(node.registration, mesh=self._place.mesh)
+            except MeshError as error:
+                log.warning("registration_ignored", node_id=node.registration.node_id, reason=error.reason)
+                continue
+            if place.role is Role.PLACEMENT:
+                continue
+            facts = NodeFacts(
+                place=place,
+                address=node.registration.address,
+                state=NodeState.DISCONNECTED,
+                models=models,
+                reachable=False,
+                age_s=_NEVER_S,
+            )
+            known[place.node_id] = self._core_facts(facts, node.health) if place.tier is Tier.CORE else facts
+        return tuple(known[node_id] for node_id in sorted(known))
+
+    def wire_snapshot(self) -> admin.Snapshot:
+        return self._to_wire(self.nodes())
+
+    def snapshot_for(self, site_place: Place) -> admin.Snapshot:
+        """What an edge needs to decide by itself: the core, and its own site."""
+        nodes = [n for n in self.nodes() if n.place.tier is Tier.CORE or n.place.site == site_place.site]
+        return self._to_wire(nodes)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return at the next change, or after the time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changes.wait()
+
+    def _to_wire(self, nodes: tuple[NodeFacts, ...] | list[NodeFacts]) -> admin.Snapshot:
+        age = min(self.snapshot_age_s(), _NEVER_S)
+        return to_wire(nodes, version=self._version, registry_age_s=age, made_unix_s=time.time())
+
+    def _core_facts(self, facts: NodeFacts, health: Health) -> NodeFacts:
+        link = self._peers.link(facts.place.node_id)
+        if link is None:
+            return facts
+        now = link.facts
+        alive = health is Health.PASSING and now.reachable and now.load is not None
+        return NodeFacts(
+            place=facts.place,
+            address=facts.address,
+            models=facts.models,
+            state=NodeState.READY if alive else NodeState.DISCONNECTED,
+            reachable=now.reachable,
+            load=now.load or IDLE,
+            draining=now.draining,
+            age_s=_NEVER_S if now.load_age_s is None else now.load_age_s,
+            rtt_s=now.rtt_s,
+            goodput_bytes_per_s=now.goodput_bytes_per_s,
+        )
+
+    def _changed(self) -> None:
+        self._version += 1
+        self._changes.set()
+        self._changes = asyncio.Event()
+
+    async def _watch_registry(self) -> None:
+        async for view in self._registry.watch():
+            moved = self._view is None or view.index != self._view.index or view.nodes != self._view.nodes
+            self._view = view
+            if moved:
+                self._peers.update(self._dialled(view))
+                self._changed()
+
+    def _dialled(self, view: NodesView) -> list[Peer]:
+        peers = []
+        for node in view.nodes:
+            with suppress(MeshError):  # logged where the view is read
+                place, _ = from_registration(node.registration, mesh=self._place.mesh)
+                if node.registration.address and place.role is Role.CORE:
+                    peers.append(Peer(address=node.registration.address, place=place))
+        return peers
+
+    async def _watch_edges(self) -> None:
+        known: frozenset[str] = frozenset()
+        async for edges in self._hub.watch():
+            now = frozenset(edge.session_id for edge in edges)
+            if now != known:
+                known = now
+                self._changed()
+
+    async def _push_snapshots(self) -> None:
+        while True:
+            self._hub.push_snapshot(self.snapshot_for)
+            await self.changed(_PUSH_EVERY_S)
+
+    async def _beat_for_edges(self) -> None:
+        """Register the edges that are attached here, and say which are; the registry remembers the others."""
+        registered: set[str] = set()
+        while True:
+            attached = {edge.place.node_id: edge for edge in self._hub.attached()}
+            for node_id in registered | attached.keys():
+                try:
+                    if node_id in attached and node_id not in registered:
+                        await self._register_edge(attached[node_id])
+                        registered.add(node_id)
+                    await self._registry.heartbeat(node_id, ready=node_id in attached)
+                except NotFound:
+                    registered.discard(node_id)  # the registry lost it: register again next time
+                except NodeUnreachable:
+                    break  # the registry is gone for now
+            await asyncio.sleep(_EDGE_BEAT_S)
+
+    async def _register_edge(self, edge: AttachedEdge) -> None:
+        models = models_from_wire(edge.models)
+        await self._registry.register(to_registration(edge.place, "", models, ttl_s=_EDGE_TTL_S))
+
+
+def _edge_facts(edge: AttachedEdge) -> NodeFacts:
+    return NodeFacts(
+        place=edge.place,
+        address="",
+        state=NodeState.READY,
+        models=models_from_wire(edge.models),
+        load=edge.load,
+        draining=edge.draining,
+        age_s=edge.age_s,
+        rtt_s=edge.rtt_s,
+    )
+
+

@@ -1,0 +1,61 @@
+"""What a node says of itself in the registry: its place, its address and its models, as flat meta pairs.
+
+The place here is a claim: whoever dials the node has TLS check it against the certificate. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mesh.errors import InvalidRequest
+from mesh.identity.place import Place
+from mesh.registry.types import Registration
+from placement.entry.mesh_view import ModelFacts
+
+_MODEL_FIELDS = (
+    "model_id",
+    "weights_dtype",
+    "max_context_tokens",
+    "layout_hash",
+    "weights_lineage",
+    "digest",
+    "kv_bytes_per_token",
+)
+
+
+def to_registration(
+    place: Place, address: str, models: Iterable[ModelFacts], *, ttl_s: float, health_address: str = ""
+) -> Registration:
+    """A node's registration. At most eight models: meta has 64 pairs."""
+    meta = {"place": place.uri, "protocol": "1"}
+    for i, model in enumerate(models):
+        meta.update({f"model.{i}.{field}": str(getattr(model, field)) for field in _MODEL_FIELDS})
+    return Registration(
+        node_id=place.node_id, address=address, meta=meta, ttl_s=ttl_s, health_address=health_address
+    )
+
+
+def from_registration(registration: Registration, *, mesh: str) -> tuple[Place, tuple[ModelFacts, ...]]:
+    """Place and models of a registration. Raises InvalidRequest if it is not one of this mesh's nodes."""
+    meta = registration.meta
+    place = Place.from_uri(meta.get("place", ""))
+    if place.mesh != mesh or place.node_id != registration.node_id:
+        raise InvalidRequest(f"registration {registration.node_id!r} claims the place of another node", field="place")
+    models = []
+    while f"model.{len(models)}.model_id" in meta:
+        prefix = f"model.{len(models)}."
+        try:
+            models.append(
+                ModelFacts(
+                    model_id=meta[prefix + "model_id"],
+                    weights_dtype=meta[prefix + "weights_dtype"],
+                    max_context_tokens=int(meta[prefix + "max_context_tokens"]),
+                    layout_hash=meta[prefix + "layout_hash"],
+                    weights_lineage=meta[prefix + "weights_lineage"],
+                    digest=meta[prefix + "digest"],
+                    kv_bytes_per_token=int(meta[prefix + "kv_bytes_per_token"]),
+                )
+            )
+        except (KeyError, ValueError) as exc:
+            raise InvalidRequest(f"registration {registration.node_id!r} has a bad {prefix}*", field="meta") from exc
+    return place, tuple(models)

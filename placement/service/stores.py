@@ -1,0 +1,190 @@
+"""Policies and tenants as the registry keeps them, and this process's current view of both.
+
+Keys: `policies/TENANT` holds {"version", "yaml"} (yaml null: deleted, so that versions never repeat), `tenants`
+holds the whole TenantDirectory. Every change is a compare-and-set; the view follows the registry by watch, so
+that several placement services agree, and is checked whole before it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mesh.errors import MeshError, NotFound, PayloadCorrupt, RevisionMismatch
+from mesh.identity.tenants import TenantDirectory
+from mesh.registry.types import Registry, Value
+from mesh.telemetry.log import get_logger
+from placement.policy.book import PolicyBook
+from placement.policy.model import parse_policy
+
+log = get_logger(__name__)
+POLICY_PREFIX = "policies/"
+TENANTS_KEY = "tenants"
+_CAS_ATTEMPTS = 8
+OnChange = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPolicy:
+    """One tenant's policy document; `yaml` None: deleted at this version."""
+
+    tenant: str
+    yaml: str | None
+    version: int
+
+    def to_json(self) -> bytes:
+        return json.dumps({"version": self.version, "yaml": self.yaml}, sort_keys=True).encode()
+
+    @classmethod
+    def from_value(cls, value: Value) -> StoredPolicy:
+        """Raises PayloadCorrupt."""
+        try:
+            body = json.loads(value.value)
+            yaml, version = body["yaml"], body["version"]
+            if not (yaml is None or isinstance(yaml, str)) or not isinstance(version, int) or version < 1:
+                raise TypeError("a field has another type")
+        except (ValueError, KeyError, TypeError) as exc:
+            raise PayloadCorrupt(f"the registry's value {value.key!r} is not a stored policy") from exc
+        return cls(tenant=value.key.removeprefix(POLICY_PREFIX), yaml=yaml, version=version)
+
+
+class PolicyReader:
+    """The policies in force, followed by watch. A document that does not parse keeps the tenant's last good one
+    in force and is logged; nodes without any deny (see BookGuard)."""
+
+    def __init__(self, registry: Registry, on_change: OnChange) -> None:
+        self._registry = registry
+        self._on_change = on_change
+        self._task: asyncio.Task[None] | None = None
+        self.book = PolicyBook()
+        self.stored: tuple[StoredPolicy, ...] = ()
+
+    async def start(self) -> None:
+        """Read once (raises NodeUnreachable), then follow."""
+        self._use(await self._registry.list_values(POLICY_PREFIX))
+        self._task = asyncio.create_task(self._follow(), name="policies")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        async for values in self._registry.watch_values(POLICY_PREFIX):
+            self._use(values)
+
+    def _use(self, values: tuple[Value, ...]) -> None:
+        kept = {s.tenant: s for s in self.stored}
+        stored, book = [], self.book
+        for value in values:
+            tenant = value.key.removeprefix(POLICY_PREFIX)
+            try:
+                entry = StoredPolicy.from_value(value)
+                if entry.yaml is None:
+                    book = book.without(tenant)
+                elif book.policy(tenant).version != entry.version:
+                    book = book.with_policy(tenant, entry.yaml, entry.version)
+                stored.append(entry)
+            except MeshError as error:
+                log.error("policy_unusable", tenant=tenant, reason=error.reason)
+                if tenant in kept:
+                    stored.append(kept[tenant])
+        changed = tuple(stored) != self.stored
+        self.stored, self.book = tuple(stored), book
+        if changed:
+            self._on_change()
+
+
+class PolicyStore(PolicyReader):
+    """Reads and changes policies."""
+
+    async def put(self, tenant: str, yaml: str, expected_version: int | None) -> int:
+        """Check and store a document; returns its version. Raises InvalidRequest (with line and column),
+        RevisionMismatch."""
+        parse_policy(yaml, version=1)
+        return await self._write(tenant, yaml, expected_version)
+
+    async def delete(self, tenant: str) -> None:
+        """The tenant has the built-in policy from now on. Raises NotFound."""
+        self.get(tenant)
+        await self._write(tenant, None, None)
+
+    def get(self, tenant: str) -> StoredPolicy:
+        """Raises NotFound."""
+        found = next((s for s in self.stored if s.tenant == tenant and s.yaml is not None), None)
+        if found is None:
+            raise NotFound(f"tenant {tenant[:100]!r} has no policy of its own; the built-in one applies", field="tenant")
+        return found
+
+    async def _write(self, tenant: str, yaml: str | None, expected_version: int | None) -> int:
+        key = POLICY_PREFIX + tenant
+        for _ in range(_CAS_ATTEMPTS):
+            value = await self._registry.get(key)
+            now = 0 if value is None else StoredPolicy.from_value(value).version
+            if expected_version is not None and expected_version != now:
+                raise RevisionMismatch(f"the policy of {tenant} is at version {now}, not {expected_version}")
+            entry = StoredPolicy(tenant=tenant, yaml=yaml, version=now + 1)
+            try:
+                await self._registry.put(
+                    key, entry.to_json(), expected_version=0 if value is None else value.version
+                )
+            except RevisionMismatch:
+                continue  # another placement service was faster: look again
+            self._use(await self._registry.list_values(POLICY_PREFIX))
+            return entry.version
+        raise RevisionMismatch(f"the policy of {tenant} keeps changing under us: try again")
+
+
+class TenantStore:
+    """The tenant directory, followed by watch and changed by compare-and-set."""
+
+    def __init__(self, registry: Registry, on_change: OnChange) -> None:
+        self._registry = registry
+        self._on_change = on_change
+        self._task: asyncio.Task[None] | None = None
+        self.directory = TenantDirectory()
+
+    async def start(self) -> None:
+        """Read once (raises NodeUnreachable, PayloadCorrupt), then follow."""
+        self._use(await self._registry.get(TENANTS_KEY))
+        self._task = asyncio.create_task(self._follow(), name="tenants")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def change(self, edit: Callable[[TenantDirectory], TenantDirectory]) -> None:
+        """Apply `edit` to the stored directory; it may be called again if somebody else was faster. Raises what
+        it raises."""
+        for _ in range(_CAS_ATTEMPTS):
+            value = await self._registry.get(TENANTS_KEY)
+            before = TenantDirectory() if value is None else TenantDirectory.from_json(value.value)
+            after = edit(before)
+            try:
+                await self._registry.put(
+                    TENANTS_KEY, after.to_json(), expected_version=0 if value is None else value.version
+                )
+            except RevisionMismatch:
+                continue
+            self._use(await self._registry.get(TENANTS_KEY))
+            return
+        raise RevisionMismatch("the tenant directory keeps changing under us: try again")
+
+    async def _follow(self) -> None:
+        async for values in self._registry.watch_values(TENANTS_KEY):
+            value = next((v for v in values if v.key == TENANTS_KEY), None)
+            try:
+                self._use(value)
+            except PayloadCorrupt as error:  # the last good one stays in force
+                log.error("tenant_directory_unusable", reason=error.reason)
+
+    def _use(self, value: Value | None) -> None:
+        if value is None:
+            return
+        directory = TenantDirectory.from_json(value.value)
+        if directory != self.directory:
+            self.directory = directory
+            self._on_change()
