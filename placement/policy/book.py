@@ -12,7 +12,7 @@ from types import MappingProxyType
 from mesh.errors import PolicyDenied
 from mesh.identity.place import Place
 from mesh.node.port import WorkContext
-from placement.policy.model import DataKind, Policy, parse_policy
+from placement.policy.model import Policy, parse_policy
 
 # For a tenant without a policy of its own. Everything has a home; nothing private travels.
 BUILTIN_YAML = """\
@@ -54,8 +54,8 @@ class PolicyBook:
         book = {tenant: TenantPolicy(parse_policy(text, version=v), v) for tenant, text, v in documents}
         return cls(MappingProxyType(book))
 
-    def policy(self, tenant: str) -> TenantPolicy:
-        """The tenant's policy."""
+    def lookup(self, tenant: str) -> TenantPolicy:
+        """The tenant's policy, or the built-in one."""
         return self.tenants.get(tenant, _BUILTIN_ENTRY)
 
     def with_policy(self, tenant: str, text: str, version: int) -> PolicyBook:
@@ -81,28 +81,15 @@ class BookGuard:
 
     def check_prompt(self, context: WorkContext, place: Place) -> None:
         """Raise PolicyDenied (with `rule`) unless a prompt of this tenant and label may be at `place`."""
-        self._check(context, place, DataKind.PROMPT)
+        self._policy(context, place).check_prompt(context.label, place, entry_site=context.entry_site)
 
     def check_kv(self, context: WorkContext, place: Place) -> None:
         """Raise PolicyDenied (with `rule`) unless KV of this tenant and label may be at `place`."""
-        self._check(context, place, DataKind.KV)
+        self._policy(context, place).check_kv(context.label, place, entry_site=context.entry_site)
 
-    def _check(self, context: WorkContext, place: Place, kind: DataKind) -> None:
-        found = self._book().policy(context.tenant)
+    def _policy(self, context: WorkContext, place: Place) -> Policy:
+        found = self._book().lookup(context.tenant)
         if context.policy_version > 0 and found.version == 0:
-            raise PolicyDenied(
-                f"policy version {context.policy_version} of tenant {context.tenant} is not known here",
-                rule="unknown-policy", node=place.node_id,
-            )  # fmt: skip
-        if context.label not in found.policy.labels.above:
-            raise PolicyDenied(
-                f"policy version {found.version} of tenant {context.tenant} knows no label {context.label!r}",
-                rule="unknown-label", node=place.node_id,
-            )  # fmt: skip
-        if found.policy.allows(context.label, place, entry_site=context.entry_site, kind=kind) is None:
-            rules = found.policy.rules_of(context.label, kind)
-            raise PolicyDenied(
-                f"a {kind.value} with label {context.label} may not be at {place.node_id} (site {place.site}): "
-                f"allowed is {found.policy.explain_rules(context.label, kind)}",
-                rule=rules[0].name, node=place.node_id, version=str(found.version),
-            )  # fmt: skip
+            message = f"policy version {context.policy_version} of tenant {context.tenant} is not known here"
+            raise PolicyDenied(message, rule="unknown-policy", node=place.node_id)
+        return found.policy

@@ -139,6 +139,26 @@ class Policy:
         """Name of the rule that lets data of this label be at `place`; None if none does. Raises InvalidRequest."""
         return next((r.name for r in self.rules_of(label, kind) if r.matches(place, entry_site)), None)
 
+    def check_prompt(self, label: str, place: Place, *, entry_site: str) -> None:
+        """Raises PolicyDenied (with `rule`) unless a prompt of this label may be at `place`."""
+        self._check(label, place, entry_site, DataKind.PROMPT)
+
+    def check_kv(self, label: str, place: Place, *, entry_site: str) -> None:
+        """Raises PolicyDenied (with `rule`) unless KV of this label may be at `place`."""
+        self._check(label, place, entry_site, DataKind.KV)
+
+    def _check(self, label: str, place: Place, entry_site: str, kind: DataKind) -> None:
+        if label not in self.labels.above:
+            message = f"policy version {self.version} knows no label {label[:64]!r}"
+            raise PolicyDenied(message, rule="unknown-label", node=place.node_id, version=str(self.version))
+        if self.allows(label, place, entry_site=entry_site, kind=kind) is None:
+            message = (
+                f"{'KV' if kind is DataKind.KV else 'a prompt'} with label {label} may not be at {place.node_id} "
+                f"(site {place.site}); policy version {self.version} allows {self.explain_rules(label, kind)}"
+            )
+            rule = self.rules_of(label, kind)[0].name
+            raise PolicyDenied(message, rule=rule, node=place.node_id, version=str(self.version))
+
     def mask(self, label: str, places: PlaceColumns, *, entry_site: str, kind: DataKind) -> NDArray[np.bool_]:
         """`allows` of all places at once, shape [n_places]. Raises InvalidRequest."""
         allowed = np.zeros(len(places), dtype=np.bool_)

@@ -124,8 +124,8 @@ def test_the_guard_fails_closed(work: WorkContext, rule: str) -> None:
 
 def test_a_book_of_documents_knows_their_versions() -> None:
     book = PolicyBook.of([("a", "version: 1", 2), ("b", "version: 1\npriority: 5", 9)])
-    assert [book.policy(t).version for t in "abc"] == [2, 9, 0]
-    assert book.policy("b").policy.version == 9
+    assert [book.lookup(t).version for t in "abc"] == [2, 9, 0]
+    assert book.lookup("b").policy.version == 9
     with pytest.raises(InvalidRequest, match="unknown key"):
         PolicyBook.of([("a", "version: 1\nx: 1", 1)])
 
