@@ -1,0 +1,353 @@
+"""The engine without threads or asyncio: runs and holds by name, and one step at a time.
+
+Everything here runs on the engine thread. A run's events go into its sink in order; its last one is Finished,
+Held or an error, and by then its name is free (or the name of a hold) and its memory accounted for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from core_node.engine.blocks import BlockPool
+from core_node.engine.ending import Ending
+from core_node.engine.runner import Runner
+from core_node.engine.sampler import SampleRow
+from core_node.engine.scheduler import Chunk, Scheduler, SchedulerLimits
+from core_node.engine.sequence import Sequence
+from core_node.engine.speed import SpeedMeter
+from mesh.errors import AlreadyExists, Cancelled, Internal, InvalidRequest, MeshError, NotFound, Overloaded
+from mesh.kv.hashing import root_hash
+from mesh.kv.slab import KvSlab
+from mesh.node.engine import (
+    EngineInfo,
+    EngineLoad,
+    Held,
+    ImportSpec,
+    Prefilled,
+    RunEvent,
+    RunId,
+    RunSpec,
+    Tokens,
+)
+from mesh.node.sampling import Sampled
+from mesh.node.stop import TextStream
+
+_log = structlog.get_logger(__name__)
+
+
+class Sink(Protocol):
+    """Where a run's events go; must not block."""
+
+    def put(self, item: RunEvent | MeshError) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Run:
+    spec: RunSpec
+    sequence: Sequence
+    ending: Ending
+    sink: Sink
+    announced_tokens: int = 0  # of the last Prefilled event
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Hold:
+    sequence: Sequence
+    max_tokens: int  # positions that may be written; 0 if it is not an import
+
+
+class EngineCore:
+    """Owned by the engine thread. `new_stream` makes the tokenizer's incremental detokeniser."""
+
+    def __init__(
+        self, info: EngineInfo, runner: Runner, limits: SchedulerLimits, new_stream: Callable[[], TextStream]
+    ) -> None:
+        self.info = info
+        self._runner = runner
+        self._limits = limits
+        self._new_stream = new_stream
+        self._speed = SpeedMeter()
+        self._arrivals = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._scheduler = Scheduler(BlockPool(self._runner.pool.n_blocks), self._limits)
+        self._runs: dict[RunId, _Run] = {}
+        self._holds: dict[RunId, _Hold] = {}
+
+    # --- runs ---------------------------------------------------------------------------------------------------
+
+    def add_run(self, spec: RunSpec, sink: Sink) -> None:
+        """Queue a run. Raises InvalidRequest, NotFound, AlreadyExists or Overloaded with nothing changed."""
+        self._check_tokens(spec.token_ids)
+        if not 1 <= spec.prompt_tokens <= len(spec.token_ids):
+            raise InvalidRequest(
+                f"prompt_tokens must be in [1, {len(spec.token_ids)}], got {spec.prompt_tokens}", field="prompt_tokens"
+            )
+        self._check_fits(spec)
+        if spec.kv_from != spec.run_id:
+            self._check_free(spec.run_id)
+        root = root_hash(self.info.geometry.layout_hash, spec.salt)
+        hold = self._hold_for(spec, root) if spec.kv_from is not None else None
+        self._scheduler.check_room()
+        ending = Ending(
+            spec.sampling,
+            spec.token_ids,
+            spec.prompt_tokens,
+            max_context_tokens=self.info.max_context_tokens,
+            eos_token_ids=self.info.eos_token_ids,
+            stream=self._new_stream() if spec.sampling.stop else None,
+        )
+        if ending.finished is not None and not spec.prefill_only:  # by the tokens that it came with
+            if spec.kv_from is not None:
+                self.release(spec.kv_from)
+            sink.put(ending.finished)
+            return
+        self._arrivals += 1
+        sequence = Sequence(
+            run_id=spec.run_id,
+            token_ids=list(spec.token_ids),
+            root=root,
+            priority=spec.priority,
+            arrival=self._arrivals,
+            prefill_only=spec.prefill_only,
+        )
+        if hold is not None and spec.kv_from is not None:
+            del self._holds[spec.kv_from]
+            self._scheduler.adopt(hold, sequence)
+        self._scheduler.add(sequence)
+        self._runs[spec.run_id] = _Run(spec=spec, sequence=sequence, ending=ending, sink=sink)
+
+    def cancel(self, run_id: RunId, sink: Sink) -> None:
+        """The consumer of `sink` went away: free its run at once, if it has one still (the name may be another's)."""
+        run = self._runs.get(run_id)
+        if run is not None and run.sink is sink:
+            self._end(run, None)
+
+    def pause(self, run_id: RunId) -> None:
+        """See Engine.pause."""
+        run = self._runs.get(run_id)
+        if run is None:
+            raise NotFound(f"no run {run_id}")
+        self._to_hold(run)
+
+    def release(self, run_id: RunId) -> None:
+        """See Engine.release."""
+        run = self._runs.get(run_id)
+        if run is not None:
+            self._end(run, Cancelled(f"run {run_id} was released"))
+        hold = self._holds.pop(run_id, None)
+        if hold is not None:
+            self._scheduler.remove(hold.sequence)
+
+    # --- KV -----------------------------------------------------------------------------------------------------
+
+    def kv_tokens(self, run_id: RunId) -> int:
+        """See Engine.kv_tokens."""
+        return self._sequence(run_id).computed
+
+    def export_kv(self, run_id: RunId, start: int, stop: int) -> KvSlab:
+        """See Engine.export_kv."""
+        sequence = self._sequence(run_id)
+        if not 0 <= start < stop <= sequence.computed:
+            raise InvalidRequest(f"positions [{start}, {stop}) of {run_id} are not inside [0, {sequence.computed})")
+        return self._runner.pool.read(sequence.blocks, start, stop)
+
+    def open_import(self, spec: ImportSpec) -> int:
+        """See Engine.open_import."""
+        self._check_tokens(spec.token_ids)
+        self._check_free(spec.run_id)
+        if spec.max_tokens > self.info.kv_capacity_tokens:
+            raise Overloaded(
+                f"an import of {spec.max_tokens} tokens can never fit the KV pool of {self.info.kv_capacity_tokens}"
+            )
+        if not len(spec.token_ids) <= spec.max_tokens <= self.info.max_context_tokens:
+            raise InvalidRequest(
+                f"max_tokens must be in [{len(spec.token_ids)}, {self.info.max_context_tokens}], got {spec.max_tokens}",
+                field="max_tokens",
+            )
+        sequence = Sequence(
+            run_id=spec.run_id,
+            token_ids=list(spec.token_ids),
+            root=root_hash(self.info.geometry.layout_hash, spec.salt),
+        )
+        self._scheduler.open_hold(sequence)
+        self._holds[spec.run_id] = _Hold(sequence=sequence, max_tokens=spec.max_tokens)
+        return sequence.computed
+
+    def write_kv(self, run_id: RunId, slab: KvSlab) -> None:
+        """See Engine.write_kv. A refused write leaves the hold as it was."""
+        hold = self._holds.get(run_id)
+        if hold is None:
+            raise NotFound(f"no import {run_id}")
+        sequence = hold.sequence
+        if slab.start != sequence.computed:
+            raise InvalidRequest(f"KV of {run_id} goes on at {sequence.computed}, the slab starts at {slab.start}")
+        if slab.n_tokens == 0:
+            raise InvalidRequest("the KV slab is empty")
+        if slab.stop > hold.max_tokens:
+            raise InvalidRequest(f"the slab ends at {slab.stop}, {hold.max_tokens} positions were announced")
+        slab.check(self.info.geometry)
+        self._scheduler.grow_hold(sequence, slab.stop)
+        self._runner.pool.write(sequence.blocks, slab)
+        sequence.computed = slab.stop
+
+    def cached_tokens(self, token_ids: Seq[int], salt: bytes) -> int:
+        """See Engine.cached_tokens."""
+        root = root_hash(self.info.geometry.layout_hash, salt)
+        return self._scheduler.cached_tokens(Sequence(run_id=RunId(""), token_ids=list(token_ids), root=root))
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def load(self) -> EngineLoad:
+        """See Engine.load. `waiting_prefill_tokens` counts prompts that are being prefilled too: a new request
+        queues behind them as well."""
+        s = self._scheduler
+        to_prefill = sum(q.remaining for q in s.waiting) + sum(q.remaining for q in s.running if q.remaining > 1)
+        return EngineLoad(
+            running=len(s.running),
+            waiting=len(s.waiting),
+            waiting_prefill_tokens=to_prefill,
+            kv_used_tokens=s.used_tokens,
+            kv_capacity_tokens=self.info.kv_capacity_tokens,
+            prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
+            decode_tokens_per_s=self._speed.decode_tokens_per_s,
+            preempted_total=s.preempted_total,
+            cached_tokens_total=s.cached_tokens_total,
+            prompt_tokens_total=s.prompt_tokens_total,
+        )
+
+    def check_integrity(self) -> None:
+        """See Engine.check_integrity."""
+        assert not self._runs.keys() & self._holds.keys(), "a name is both a run and a hold"
+        scheduled = {id(s) for s in (*self._scheduler.waiting, *self._scheduler.running)}
+        assert scheduled == {id(r.sequence) for r in self._runs.values()}, "a run is not scheduled, or none's is"
+        self._scheduler.check(h.sequence for h in self._holds.values())
+
+    def drop_all(self, error: type[MeshError], message: str) -> None:
+        """End every run with an error of its own, forget all holds and the prefix cache."""
+        runs = list(self._runs.values())
+        self._reset()
+        for run in runs:
+            run.sink.put(error(message))
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Compute one batch; False if there was nothing to compute (then only a command can change that)."""
+        chunks = self._scheduler.schedule()
+        if not chunks:
+            return False
+        runs = [self._runs[c.sequence.run_id] for c in chunks]
+        rows = [_sample_row(run, chunk) for run, chunk in zip(runs, chunks, strict=True)]
+        started = time.perf_counter()
+        try:
+            drawn = self._runner.run(chunks, rows)
+        except Exception as exc:
+            # The border to the device: whatever it raised, these runs are lost and the others can go on.
+            _log.exception("engine step failed", runs=len(runs), tokens=sum(c.n_tokens for c in chunks))
+            for run in runs:
+                self._end(run, Internal(f"the engine step failed: {type(exc).__name__}"))
+            return True
+        n_decode = sum(1 for c in chunks if c.n_tokens == 1)
+        self._speed.observe(
+            duration_s=time.perf_counter() - started,
+            prefill_tokens=sum(c.n_tokens for c in chunks) - n_decode,
+            decode_tokens=n_decode,
+        )
+        for run, chunk, row, token in zip(runs, chunks, rows, drawn, strict=True):
+            completes = chunk.completes
+            self._scheduler.computed(chunk)
+            if run.spec.prefill_only:
+                self._after_prefill_chunk(run, completes)
+            elif row is not None:
+                self._after_token(run, token)
+        return True
+
+    def _after_prefill_chunk(self, run: _Run, completes: bool) -> None:
+        sequence = run.sequence
+        if sequence.computed > run.announced_tokens:  # a preempted run passes the same positions twice
+            run.announced_tokens = sequence.computed
+            run.sink.put(Prefilled(sequence.computed, sequence.cached))
+        if completes:
+            self._to_hold(run)
+
+    def _after_token(self, run: _Run, token: Sampled | None) -> None:
+        if run.announced_tokens == 0:
+            run.announced_tokens = run.sequence.computed
+            run.sink.put(Prefilled(run.sequence.computed, run.sequence.cached))
+        if token is None:
+            self._end(run, Internal("the model gave logits that are not finite"))
+            return
+        run.sequence.token_ids.append(token.token_id)
+        asked = run.spec.sampling.logprobs is not None
+        run.sink.put(Tokens((token.token_id,), ((token.logprob, token.top),) if asked else ()))
+        finished = run.ending.after(token.token_id)
+        if finished is not None:
+            self._end(run, finished)
+
+    def _end(self, run: _Run, last: RunEvent | MeshError | None) -> None:
+        del self._runs[run.spec.run_id]
+        self._scheduler.remove(run.sequence)
+        if last is not None:
+            run.sink.put(last)
+
+    def _to_hold(self, run: _Run) -> None:
+        run_id = run.spec.run_id
+        del self._runs[run_id]
+        self._scheduler.hold(run.sequence)
+        self._holds[run_id] = _Hold(sequence=run.sequence, max_tokens=0)
+        run.sink.put(Held(run.sequence.computed))
+
+    # --- checks -------------------------------------------------------------------------------------------------
+
+    def _sequence(self, run_id: RunId) -> Sequence:
+        owner = self._runs.get(run_id) or self._holds.get(run_id)
+        if owner is None:
+            raise NotFound(f"no run or hold {run_id}")
+        return owner.sequence
+
+    def _check_free(self, run_id: RunId) -> None:
+        if run_id in self._runs or run_id in self._holds:
+            raise AlreadyExists(f"a run or hold {run_id} is there already")
+
+    def _check_tokens(self, token_ids: Seq[int]) -> None:
+        # The rim has checked them; one bad id would fail everybody's step, so look again.
+        if not token_ids:
+            raise InvalidRequest("there are no tokens", field="token_ids")
+        if min(token_ids) < 0 or max(token_ids) >= self.info.vocab_size:
+            raise InvalidRequest(f"a token id is outside [0, {self.info.vocab_size})", field="token_ids")
+
+    def _check_fits(self, spec: RunSpec) -> None:
+        n, context, capacity = len(spec.token_ids), self.info.max_context_tokens, self.info.kv_capacity_tokens
+        if n > capacity:
+            raise Overloaded(f"{n} tokens can never fit the KV pool of {capacity} tokens")
+        if n + (0 if spec.prefill_only else 1) > context:
+            raise InvalidRequest(
+                f"{n} tokens leave no room in a context of {context} tokens", field="token_ids", limit=str(context)
+            )
+
+    def _hold_for(self, spec: RunSpec, root: bytes) -> Sequence:
+        assert spec.kv_from is not None
+        hold = self._holds.get(spec.kv_from)
+        if hold is None:
+            raise NotFound(f"no hold {spec.kv_from}")
+        sequence = hold.sequence
+        if sequence.root != root:
+            raise InvalidRequest(f"hold {spec.kv_from} belongs to another cache namespace", field="salt")
+        known = min(sequence.computed, sequence.n_tokens)
+        if sequence.computed > len(spec.token_ids) or sequence.token_ids[:known] != list(spec.token_ids[:known]):
+            raise InvalidRequest(f"hold {spec.kv_from} is not of a prefix of the run's tokens", field="kv_from")
+        return sequence
+
+
+def _sample_row(run: _Run, chunk: Chunk) -> SampleRow | None:
+    if run.spec.prefill_only or not chunk.completes:
+        return None
+    return SampleRow(sampling=run.spec.sampling, token_ids=run.sequence.token_ids, prompt_tokens=run.spec.prompt_tokens)

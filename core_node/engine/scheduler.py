@@ -1,0 +1,253 @@
+"""Which tokens of which sequences the next step computes. Pure; no torch, no clock, no asyncio.
+
+There are no prefill and decode phases: every sequence has tokens (prompt and generated) and a count of computed
+positions, and a step hands out a budget of tokens. Running sequences come first, those that decode before those
+that still prefill, so that a long prompt never stalls the others; then waiting ones are admitted in the order of
+(priority, arrival). When a running sequence needs a block and none is free, the sequence with the worst
+(priority, arrival) loses all its blocks and waits again; it recomputes later, mostly from the prefix cache since
+its freed blocks keep their names. A step that preempted admits nobody.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from core_node.engine.blocks import BlockPool, blocks_for
+from core_node.engine.sequence import Phase, Sequence
+from mesh.errors import Overloaded
+from mesh.kv.hashing import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """`watermark_blocks` stay free at an admission while others run, which limits preemption."""
+
+    max_step_tokens: int
+    max_running: int
+    max_waiting: int
+    watermark_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions [start, start + n_tokens) of one sequence. `completes`: it has KV of all its tokens then."""
+
+    sequence: Sequence
+    start: int
+    n_tokens: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.n_tokens
+
+    @property
+    def completes(self) -> bool:
+        return self.stop == self.sequence.n_tokens
+
+
+class Scheduler:
+    """Owns the waiting and the running sequences and all block book-keeping."""
+
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.waiting: list[Sequence] = []  # sorted by rank
+        self.running: list[Sequence] = []
+        self.preempted_total = 0
+        self.prompt_tokens_total = 0
+        self.cached_tokens_total = 0
+
+    # --- coming and going ---------------------------------------------------------------------------------------
+
+    def check_room(self) -> None:
+        """Raise Overloaded if the queue is full."""
+        if len(self.waiting) >= self.limits.max_waiting:
+            raise Overloaded(f"{len(self.waiting)} requests are waiting, at most {self.limits.max_waiting} may")
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue it. Raises Overloaded if the queue is full."""
+        self.check_room()
+        self._enqueue(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It ended or was cancelled: free everything. Works in any phase but GONE."""
+        self._detach(sequence)
+        self._free(sequence)
+        sequence.phase = Phase.GONE
+
+    def hold(self, sequence: Sequence) -> None:
+        """Take it out of the schedule with its blocks; from here the caller owns it."""
+        self._detach(sequence)
+        sequence.phase = Phase.HELD
+
+    def adopt(self, hold: Sequence, sequence: Sequence) -> None:
+        """Give a hold's KV to a new sequence; the hold is GONE. `hold.computed` <= `sequence.n_tokens`, and the
+        tokens agree. A position is always left to compute, for its logits."""
+        assert hold.phase is Phase.HELD
+        keep, computed = len(hold.blocks), hold.computed
+        if computed >= sequence.n_tokens:
+            # Redo the last block in a new one: the old one may be named and shared, so it is not written again.
+            keep = (sequence.n_tokens - 1) // BLOCK_TOKENS
+            computed = keep * BLOCK_TOKENS
+        keep = min(keep, blocks_for(computed))
+        self.pool.free(hold.blocks[keep:])
+        sequence.blocks, sequence.computed, sequence.cached = hold.blocks[:keep], computed, computed
+        sequence.named = min(hold.named, keep)
+        hold.blocks, hold.computed, hold.named, hold.phase = [], 0, 0, Phase.GONE
+        self._name_full_blocks(sequence)
+
+    def open_hold(self, hold: Sequence) -> None:
+        """Start an import: cached prefix first, then blocks for all known tokens, so that a transfer that has
+        begun cannot run out of room for them. Raises Overloaded with nothing taken."""
+        hits = self.pool.find(hold.hashes(hold.n_tokens // BLOCK_TOKENS))
+        need = blocks_for(hold.n_tokens) - len(hits)
+        free = self.pool.n_free_without(hits)
+        if need > free:
+            raise Overloaded(f"the import needs {need} KV blocks, {free} of {self.pool.n_blocks} are free")
+        self.pool.take(hits)
+        hold.blocks = hits + self.pool.allocate(need)
+        hold.computed, hold.named, hold.phase = len(hits) * BLOCK_TOKENS, len(hits), Phase.HELD
+
+    def grow_hold(self, hold: Sequence, n_tokens: int) -> None:
+        """Room for `n_tokens` positions. Raises Overloaded with nothing changed."""
+        need = blocks_for(n_tokens) - len(hold.blocks)
+        if need > self.pool.n_free:
+            raise Overloaded(f"the import needs {need} more KV blocks, {self.pool.n_free} are free")
+        if need > 0:
+            hold.blocks += self.pool.allocate(need)
+
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens that a lookup would find now; one position is always left for its logits."""
+        return len(self._hits(sequence)) * BLOCK_TOKENS
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> list[Chunk]:
+        """Chunks of the next step, those of one token first. Their blocks are allocated. Empty: nothing to do
+        now (nobody waits, or nobody who waits fits)."""
+        step = _Step(self.limits.max_step_tokens)
+        self.running.sort(key=lambda s: (s.remaining > 1, *s.rank))
+        for sequence in list(self.running):
+            if step.budget == 0:
+                break
+            if sequence.phase is Phase.RUNNING:  # else it was preempted by one before it
+                self._continue(sequence, step)
+        if not step.preempted:
+            self._admit(step)
+        return sorted(step.chunks.values(), key=lambda c: c.n_tokens > 1)
+
+    def computed(self, chunk: Chunk) -> None:
+        """The step computed this chunk: its KV is there, full blocks get their names."""
+        assert chunk.sequence.computed == chunk.start
+        chunk.sequence.computed = chunk.stop
+        self._name_full_blocks(chunk.sequence)
+
+    def _continue(self, sequence: Sequence, step: _Step) -> None:
+        n = min(sequence.remaining, step.budget)
+        need = blocks_for(sequence.computed + n) - len(sequence.blocks)
+        while need > self.pool.n_free:
+            victim = self._victim()
+            self._preempt(victim, step)
+            if victim is sequence:
+                return
+        self._grant(sequence, n, step)
+
+    def _admit(self, step: _Step) -> None:
+        while self.waiting and step.budget > 0 and len(self.running) < self.limits.max_running:
+            sequence = self.waiting[0]
+            # Order matters: look up, check that all of it fits, take the hits, and only then allocate.
+            hits = [] if sequence.blocks else self._hits(sequence)
+            need = blocks_for(sequence.n_tokens) - len(sequence.blocks) - len(hits)
+            reserve = self.limits.watermark_blocks if self.running else 0
+            if need + reserve > self.pool.n_free_without(hits):
+                return
+            self.waiting.pop(0)
+            self.running.append(sequence)
+            sequence.phase = Phase.RUNNING
+            if hits:
+                self.pool.take(hits)
+                sequence.blocks, sequence.named = hits, len(hits)
+                sequence.computed = len(hits) * BLOCK_TOKENS
+            if not sequence.admitted:
+                sequence.admitted = True
+                self.prompt_tokens_total += sequence.n_tokens
+                self.cached_tokens_total += len(hits) * BLOCK_TOKENS
+                sequence.cached = sequence.computed
+            self._grant(sequence, min(sequence.remaining, step.budget), step)
+
+    def _grant(self, sequence: Sequence, n: int, step: _Step) -> None:
+        need = blocks_for(sequence.computed + n) - len(sequence.blocks)
+        if need > 0:
+            sequence.blocks += self.pool.allocate(need)
+        step.chunks[id(sequence)] = Chunk(sequence, sequence.computed, n)
+        step.budget -= n
+
+    def _victim(self) -> Sequence:
+        """Worst rank of all that hold blocks here: a waiting one may (KV that came with it)."""
+        return max((s for s in (*self.running, *self.waiting) if s.blocks), key=lambda s: s.rank)
+
+    def _preempt(self, victim: Sequence, step: _Step) -> None:
+        granted = step.chunks.pop(id(victim), None)
+        if granted is not None:
+            step.budget += granted.n_tokens
+        self._detach(victim)
+        self._free(victim)
+        self._enqueue(victim)
+        step.preempted = True
+        self.preempted_total += 1
+
+    # --- book-keeping -------------------------------------------------------------------------------------------
+
+    @property
+    def used_tokens(self) -> int:
+        """Positions in blocks that somebody owns; free blocks that are still findable do not count."""
+        return self.pool.n_used * BLOCK_TOKENS
+
+    def check(self, holds: Iterator[Sequence]) -> None:
+        """Raise AssertionError unless every block is accounted for. `holds` are those that the caller owns."""
+        scheduled = [*self.waiting, *self.running]
+        assert all(s.phase is Phase.WAITING for s in self.waiting)
+        assert all(s.phase is Phase.RUNNING for s in self.running)
+        assert [s.rank for s in self.waiting] == sorted(s.rank for s in self.waiting)
+        assert len({id(s) for s in scheduled}) == len(scheduled), "a sequence is scheduled twice"
+        everyone = [*scheduled, *holds]
+        for s in everyone:
+            assert blocks_for(s.computed) <= len(s.blocks), f"{s.computed} positions in {len(s.blocks)} blocks"
+            assert s.named * BLOCK_TOKENS <= s.computed, "a block was named before it was full"
+        self.pool.check(s.blocks for s in everyone)
+
+    def _hits(self, sequence: Sequence) -> list[int]:
+        return self.pool.find(sequence.hashes((sequence.n_tokens - 1) // BLOCK_TOKENS))
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda s: s.rank)
+        sequence.phase = Phase.WAITING
+
+    def _detach(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.phase is Phase.RUNNING:
+            self.running.remove(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        self.pool.free(sequence.blocks)
+        sequence.blocks, sequence.computed, sequence.named = [], 0, 0
+
+    def _name_full_blocks(self, sequence: Sequence) -> None:
+        full = sequence.computed // BLOCK_TOKENS
+        if full > sequence.named:
+            hashes = sequence.hashes(full)
+            for i in range(sequence.named, full):
+                self.pool.name(sequence.blocks[i], hashes[i])
+            sequence.named = full
+
+
+class _Step:
+    """The budget object of one schedule() call."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.chunks: dict[int, Chunk] = {}
+        self.preempted = False

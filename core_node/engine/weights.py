@@ -1,0 +1,126 @@
+"""A `llama` model's weights on a device, from a GGUF file or a Hugging Face folder.
+
+Both sources give the same tensors by the same (GGUF's) names, Q and K rows in adjacent-pair order, in one dtype.
+Every tensor that the model needs must be there with its exact shape, and a tensor that it has no use for (a bias,
+an expert) is refused: a model that is computed only in part would answer, and wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mesh.errors import InvalidRequest
+from mesh.model.description import ModelDescription
+
+
+class WeightSource(Protocol):
+    """Named tensors of one model on disk."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each tensor by canonical name, rows first ([out, in] for a matrix)."""
+        ...
+
+    def load(self, name: str) -> torch.Tensor:
+        """That tensor on the CPU, dequantised; Q and K rows in adjacent-pair order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One block. Matrices are [out, in]; `qkv` stacks Q, K and V rows, `gate_up` stacks gate and up rows."""
+
+    attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    attention_out: torch.Tensor
+    ffn_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaWeights:
+    """All weights; `head` is `embedding` itself if they are tied."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: torch.Tensor
+
+
+def expected_shapes(d: ModelDescription) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model and its shape."""
+    q, kv = d.n_heads * d.head_dim, d.n_kv_heads * d.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (d.vocab_size, d.hidden_size),
+        "output_norm.weight": (d.hidden_size,),
+    }
+    if not d.tied_embeddings:
+        shapes["output.weight"] = (d.vocab_size, d.hidden_size)
+    for i in range(d.n_layers):
+        shapes |= {
+            f"blk.{i}.attn_norm.weight": (d.hidden_size,),
+            f"blk.{i}.attn_q.weight": (q, d.hidden_size),
+            f"blk.{i}.attn_k.weight": (kv, d.hidden_size),
+            f"blk.{i}.attn_v.weight": (kv, d.hidden_size),
+            f"blk.{i}.attn_output.weight": (d.hidden_size, q),
+            f"blk.{i}.ffn_norm.weight": (d.hidden_size,),
+            f"blk.{i}.ffn_gate.weight": (d.ffn_size, d.hidden_size),
+            f"blk.{i}.ffn_up.weight": (d.ffn_size, d.hidden_size),
+            f"blk.{i}.ffn_down.weight": (d.hidden_size, d.ffn_size),
+        }
+    return shapes
+
+
+def check_shapes(d: ModelDescription, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise InvalidRequest unless `shapes` are exactly those of the model."""
+    expected = expected_shapes(d)
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise InvalidRequest(f"{d.path.name}: tensor {name} is missing", field="model")
+        if shapes[name] != shape:
+            raise InvalidRequest(f"{d.path.name}: tensor {name} is {shapes[name]}, it must be {shape}", field="model")
+    if unknown := sorted(shapes.keys() - expected.keys()):
+        raise InvalidRequest(
+            f"{d.path.name}: {len(unknown)} tensors that this engine cannot use, such as {unknown[0]}", field="model"
+        )
+
+
+def load_weights(d: ModelDescription, source: WeightSource, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+    """Read all tensors. Blocks for seconds; raises InvalidRequest."""
+    check_shapes(d, source.shapes)
+
+    def matrix(*names: str) -> torch.Tensor:
+        parts = [source.load(name).to(dtype) for name in names]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous().to(device)
+
+    def norm(name: str) -> torch.Tensor:
+        return source.load(name).float().to(device)  # norms are computed in f32 whatever the dtype
+
+    layers = tuple(
+        LayerWeights(
+            attention_norm=norm(f"blk.{i}.attn_norm.weight"),
+            qkv=matrix(*(f"blk.{i}.attn_{x}.weight" for x in "qkv")),
+            attention_out=matrix(f"blk.{i}.attn_output.weight"),
+            ffn_norm=norm(f"blk.{i}.ffn_norm.weight"),
+            gate_up=matrix(f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight"),
+            down=matrix(f"blk.{i}.ffn_down.weight"),
+        )
+        for i in range(d.n_layers)
+    )
+    embedding = matrix("token_embd.weight")
+    return LlamaWeights(
+        embedding=embedding,
+        layers=layers,
+        norm=norm("output_norm.weight"),
+        head=embedding if d.tied_embeddings else matrix("output.weight"),
+    )
+
+
+def n_parameters(d: ModelDescription) -> int:
+    """Weights of the model, for the arithmetic of what fits."""
+    return sum(torch.Size(shape).numel() for shape in expected_shapes(d).values())
