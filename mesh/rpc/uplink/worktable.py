@@ -18,9 +18,6 @@ from mesh.errors import MeshError, Overloaded
 E = TypeVar("E")  # event
 R = TypeVar("R")  # result
 
-EVENT_OVERHEAD_BYTES = 256
-"""Counted for each unread event beside its encoded size: what a small message costs in memory."""
-
 
 class Delivery(Enum):
     """What became of an event or result that came in."""
@@ -96,7 +93,6 @@ class WorkTable(Generic[E, R]):
         work = self._works.get(work_id)
         if work is None or work.settled:
             return Delivery.NOT_OPEN
-        size_bytes += EVENT_OVERHEAD_BYTES
         if work.unread_bytes + size_bytes > self._max_unread_bytes:
             work.settle(
                 error=Overloaded(

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from mesh.errors import LeaseLost, NotFound, Overloaded
-from mesh.rpc.uplink.worktable import EVENT_OVERHEAD_BYTES, Delivery, Work, WorkTable
+from mesh.rpc.uplink.worktable import Delivery, Work, WorkTable
 
 
 def table(*, max_open: int = 4, max_events: int = 8) -> WorkTable[str, str]:
-    return WorkTable("edge-1", max_open=max_open, max_unread_bytes=max_events * (EVENT_OVERHEAD_BYTES + 1))
+    return WorkTable("edge-1", max_open=max_open, max_unread_bytes=max_events)
 
 
 def drain(work: Work[str, str]) -> list[str]:
