@@ -1,0 +1,163 @@
+"""NodeHost: one node's engine behind its borders.
+
+Everything that reaches an engine passes here, whether it came over gRPC, an uplink, or from the entry in the same
+process: the policy's word on this place, the model, lengths and ids, whose KV it is, deadlines, signed reports.
+It owns the engine's runs, holds and transfers, and knows nothing of the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from mesh.errors import InvalidRequest, MeshError
+from mesh.identity.place import Place
+from mesh.node.engine import Engine, EngineInfo, EngineLoad, Finished, Held, Prefilled, RunEvent, RunId, Tokens
+from mesh.node.host_counters import HostStatistics
+from mesh.node.host_desk import Desk
+from mesh.node.host_frames import Dial, FrameStream, KvOpen
+from mesh.node.host_ledger import Phase
+from mesh.node.host_moves import Moves
+from mesh.node.host_runs import HostRun
+from mesh.node.legs import Clock, Signer, sign_leg
+from mesh.node.port import (
+    BorderGuard,
+    KvOrder,
+    KvReport,
+    PortEvent,
+    PortFinished,
+    PortHeld,
+    PortPrefilled,
+    PortTokens,
+    RunOrder,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSettings:
+    """`hold_timeout_s`: a hold that nobody continues, ships or releases is freed after this. `idle_timeout_s`: a
+    peer of a transfer that does not go on for this long is given up (a receiver waits so long for a prefill that
+    is queued at the source). `kv_lifetime_s`: what manifests say. `pause_below_tokens`: see MovingSource."""
+
+    hold_timeout_s: float = 60.0
+    idle_timeout_s: float = 60.0
+    kv_lifetime_s: float = 600.0
+    pause_below_tokens: int = 64
+
+
+class NodeHost:
+    """See the module's docstring. On the event loop only; `close` in the end (the engine is the caller's)."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        identity: Signer,
+        guard: BorderGuard,
+        place: Place,
+        clock: Clock | None = None,
+        settings: HostSettings | None = None,
+    ) -> None:
+        if identity.place != place:
+            raise InvalidRequest(f"the identity is of {identity.place.uri}, not of {place.uri}", field="place")
+        settings = settings or HostSettings()
+        self._engine = engine
+        self._place = place
+        self._desk = Desk(engine, identity, guard, clock or Clock(), hold_timeout_s=settings.hold_timeout_s)
+        self._moves = Moves(
+            self._desk,
+            idle_timeout_s=settings.idle_timeout_s,
+            kv_lifetime_s=settings.kv_lifetime_s,
+            pause_below_tokens=settings.pause_below_tokens,
+        )
+
+    @property
+    def place(self) -> Place:
+        """Of this node, as its certificate says."""
+        return self._place
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    @property
+    def clock(self) -> Clock:
+        return self._desk.clock
+
+    @property
+    def draining(self) -> bool:
+        return self._desk.draining
+
+    async def load(self) -> EngineLoad:
+        """The engine's load now."""
+        return await self._engine.load()
+
+    def statistics(self) -> HostStatistics:
+        """Counters since start, and what is there now."""
+        return self._desk.counters.freeze(
+            running=self._desk.ledger.count(Phase.RUNNING),
+            holds=self._desk.ledger.count(Phase.HELD),
+            transfers=len(self._moves),
+        )
+
+    async def wait_change(self) -> None:
+        """Until a run, hold or transfer began or ended, or draining did."""
+        await self._desk.wait_change()
+
+    async def run(self, order: RunOrder) -> AsyncGenerator[PortEvent, None]:
+        """Run a leg. Ends with PortFinished or PortHeld, or raises; closing the generator cancels the run.
+
+        Raises PolicyDenied, Draining, UnknownModel, InvalidRequest, AlreadyExists, NotFound and StalePlan (of the
+        hold), KvIncompatible (the hold's KV is of other tokens), Expired, Cancelled, and what the engine raises."""
+        try:
+            run = self._desk.start(order)
+            try:
+                async with aclosing(run.events()) as events:
+                    async for event in events:
+                        yield self._port_event(run, event)
+            finally:
+                await self._desk.stop(run)
+        except MeshError as exc:
+            self._desk.counters.run_failed(exc)
+            raise
+
+    def _port_event(self, run: HostRun, event: RunEvent) -> PortEvent:
+        match event:
+            case Prefilled():
+                return PortPrefilled(tokens=event.tokens, cached_tokens=event.cached)
+            case Tokens():
+                return PortTokens(event.ids, event.logprobs)
+            case Finished():
+                self._desk.counters.runs_finished += 1
+                leg = sign_leg(run.leg(event), self._desk.identity)
+                return PortFinished(reason=event.reason, stop_string=event.stop_string, leg=leg)
+            case Held():
+                self._desk.counters.runs_held += 1
+                return PortHeld(kv_tokens=event.kv_tokens, leg=sign_leg(run.leg(event), self._desk.identity))
+
+    async def release(self, run_id: RunId) -> None:
+        """Free a hold or cancel a run. Idempotent."""
+        await self._desk.release(run_id)
+
+    async def move_kv(self, order: KvOrder, dial: Dial) -> KvReport:
+        """Move KV as the dialling side; see NodePort.move_kv."""
+        return await self._moves.move_kv(order, dial)
+
+    async def serve_transfer(self, opening: KvOpen, stream: FrameStream) -> KvReport:
+        """Do a transfer as the dialled side; `opening` is the first frame of `stream`."""
+        return await self._moves.serve_transfer(opening, stream)
+
+    async def drain(self) -> None:
+        """Take nothing new; return when all runs and transfers have ended. Holds are freed then. Bound it with a
+        timeout: runs end by themselves, or move away when told to."""
+        self._desk.draining = True
+        self._desk.change()
+        while self._desk.ledger.count(Phase.RUNNING) or len(self._moves):
+            await self._desk.wait_change()
+        await self._desk.free_holds()
+
+    async def close(self) -> None:
+        """Cancel and free everything. Idempotent."""
+        self._desk.draining = True
+        await self._moves.close()
+        await self._desk.close()

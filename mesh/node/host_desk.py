@@ -1,0 +1,121 @@
+"""The desk of a node: starts, stops and frees what its engine holds, and keeps the ledger in step with it.
+
+Every way to an engine leads over `Desk.start` (runs) or a transfer, and both end here when something is let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from mesh.errors import Draining
+from mesh.node.engine import Engine, RunId
+from mesh.node.host_checks import check_run
+from mesh.node.host_counters import Counters
+from mesh.node.host_ledger import Ledger, Phase
+from mesh.node.host_runs import HostRun
+from mesh.node.legs import Clock, Signer
+from mesh.node.port import BorderGuard, RunOrder
+
+log = structlog.get_logger(__name__)
+
+
+class Desk:
+    """Owned by the NodeHost; on the event loop only."""
+
+    def __init__(
+        self, engine: Engine, identity: Signer, guard: BorderGuard, clock: Clock, *, hold_timeout_s: float
+    ) -> None:
+        self.engine = engine
+        self.identity = identity
+        self.guard = guard
+        self.clock = clock
+        self.ledger = Ledger(
+            layout_hash=engine.info.geometry.layout_hash, hold_timeout_s=hold_timeout_s, expire=self._expire
+        )
+        self.counters = Counters()
+        self.draining = False
+        self._runs: dict[RunId, HostRun] = {}
+        self._chores: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    def start(self, order: RunOrder) -> HostRun:
+        """Check an order and start it; whoever calls must `stop` it. For errors see NodeHost.run."""
+        place = self.identity.place
+        self.guard.check_prompt(order.context, place)
+        check_run(order, self.engine.info)
+        if order.run_id != order.kv_from:
+            self.ledger.check_free(order.run_id)
+        if order.kv_from is None:
+            self.refuse_if_draining()
+            claimed = None
+        else:  # what goes on from a hold was taken before draining began
+            claimed = self.ledger.claim(order.kv_from, order.context, order.token_ids)
+        entry = self.ledger.open(order.run_id, order.context, Phase.RUNNING, order.token_ids)
+        run = HostRun(self.engine, self.ledger, self.clock, order, entry, claimed)
+        self._runs[order.run_id] = run
+        self.counters.runs_started += 1
+        self.change()
+        return run
+
+    async def stop(self, run: HostRun) -> None:
+        """Cancel it if it goes on. A hold that it became stays."""
+        await run.cancel()
+        if self._runs.get(run.order.run_id) is run:
+            del self._runs[run.order.run_id]
+        self.change()
+
+    async def release(self, run_id: RunId) -> None:
+        """Free a hold or cancel a run. Idempotent."""
+        run = self._runs.get(run_id)
+        if run is not None:
+            await run.cancel()
+        await self.free(run_id)
+
+    async def free(self, run_id: RunId) -> None:
+        """Out of ledger and engine, to the end even if the caller is cancelled meanwhile."""
+        entry = self.ledger.find(run_id)
+        if entry is not None:
+            self.ledger.close(entry)
+        self.change()
+        await asyncio.shield(self._chore(self.engine.release(run_id)))
+
+    async def free_holds(self) -> None:
+        for entry in self.ledger.of_phase(Phase.HELD):
+            await self.free(entry.run_id)
+
+    def refuse_if_draining(self) -> None:
+        """Raise Draining while the node takes nothing new."""
+        if self.draining:
+            node = self.identity.place.node_id
+            raise Draining(f"node {node} takes nothing new", node=node)
+
+    def change(self) -> None:
+        """Something began or ended: wakes all who wait for that."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_change(self) -> None:
+        await self._changed.wait()
+
+    async def close(self) -> None:
+        """Cancel and free everything, and wait for it."""
+        for run in list(self._runs.values()):
+            await self.stop(run)
+        await self.free_holds()
+        if self._chores:
+            await asyncio.wait(self._chores)
+
+    def _expire(self, run_id: RunId) -> None:
+        log.info("hold_expired", run_id=run_id)
+        self.counters.holds_expired += 1
+        self._chore(self.free(run_id))
+
+    def _chore(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+        return task

@@ -1,0 +1,110 @@
+"""A transfer's stream with patience that ends, and with the peer's Abort heard while we send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+from mesh.errors import Cancelled, Internal, InvalidRequest, MeshError, NodeUnreachable
+from mesh.kv.transfer_frames import Abort, Done, Frame
+from mesh.node.host_frames import FrameStream, HostFrame, KvOpen
+
+_T = TypeVar("_T")
+
+_LAST_WORD_S = 1.0  # for an Abort to go out, or for the peer's to come in
+
+
+class Link:
+    """A FrameStream whose waits for the peer are at most `idle_timeout_s` each; then NodeUnreachable."""
+
+    def __init__(self, stream: FrameStream, *, idle_timeout_s: float) -> None:
+        self._stream = stream
+        self._idle_timeout_s = idle_timeout_s
+        self.peer_place = stream.peer_place
+
+    async def send(self, frame: HostFrame) -> None:
+        await self.patiently(self._stream.send(frame))
+
+    async def recv(self) -> Frame:
+        """The next frame of the transfer, which is due now."""
+        return await self.patiently(self.recv_sometime())
+
+    async def recv_sometime(self) -> Frame:
+        """The next frame, however long it takes. A second open is refused."""
+        frame = await self._stream.recv()
+        if isinstance(frame, KvOpen):
+            raise InvalidRequest("a KV transfer is opened once", field="frame")
+        return frame
+
+    async def patiently(self, work: Awaitable[_T]) -> _T:
+        """Something that is the peer's turn to let happen."""
+        try:
+            async with asyncio.timeout(self._idle_timeout_s) as limit:
+                return await work
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise
+            node = self.peer_place.node_id
+            raise NodeUnreachable(f"node {node} did not go on for {self._idle_timeout_s:g} s", node=node) from exc
+
+    async def abort(self, error: BaseException) -> None:
+        """Tell the peer why it failed; best effort and short."""
+        if isinstance(error, asyncio.CancelledError):
+            error = Cancelled("the transfer was cancelled")
+        elif not isinstance(error, MeshError):
+            error = Internal("the peer failed by a bug; its log has it")
+        with contextlib.suppress(MeshError, TimeoutError):
+            async with asyncio.timeout(_LAST_WORD_S):
+                await self._stream.send(Abort.of(error))
+
+
+class Inbox:
+    """What the receiver says while the sender is busy: an Abort must not wait for the last chunk."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._frames: asyncio.Queue[Frame] = asyncio.Queue()
+
+    async def expect(self) -> Frame:
+        """The receiver's next frame, which is due now."""
+        return await self._link.patiently(self._frames.get())
+
+    async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run `work` to its end, or to the receiver's Abort or disappearance, whichever is first."""
+        worker = asyncio.create_task(work)
+        reader = asyncio.create_task(self._read())
+        try:
+            await asyncio.wait((worker, reader), return_when=asyncio.FIRST_COMPLETED)
+            if not worker.done():
+                await reader  # raises what ended it, unless the last frame is in
+            try:
+                return await worker
+            except NodeUnreachable:
+                # The stream broke under a send; what the peer said before it left tells more.
+                await asyncio.wait((reader,), timeout=_LAST_WORD_S)
+                if reader.done():
+                    reader.result()
+                raise
+        finally:
+            for task in (worker, reader):
+                task.cancel()
+            await asyncio.wait((worker, reader))
+            _retrieve(worker, reader)
+
+    async def _read(self) -> None:
+        while True:
+            frame = await self._link.recv_sometime()
+            if isinstance(frame, Abort):
+                raise frame.error()
+            self._frames.put_nowait(frame)
+            if isinstance(frame, Done):
+                return
+
+
+def _retrieve(*tasks: asyncio.Task[Any]) -> None:
+    """Mark exceptions as seen: the first one is on its way already."""
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()

@@ -1,0 +1,183 @@
+"""The transfers of a node: who may open one, where its KV comes from, and that its end is heard.
+
+`move_kv` dials, `serve_transfer` was dialled; both end in one `send` or `receive` of mesh.node.host_transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import structlog
+
+from mesh.errors import Cancelled, Expired, InvalidRequest, MeshError, PolicyDenied, Unauthenticated
+from mesh.node.host_checks import check_model
+from mesh.node.host_desk import Desk
+from mesh.node.host_frames import Dial, FrameStream, KvOpen
+from mesh.node.host_ledger import Owner, Phase
+from mesh.node.host_link import Link
+from mesh.node.host_sources import HeldSource, MovingSource, PrefillSource, Source, shippable_tokens
+from mesh.node.host_transfer import TransferParts, receive, send
+from mesh.node.port import KvDirection, KvOrder, KvReport
+
+log = structlog.get_logger(__name__)
+
+
+class Moves:
+    """Owned by the NodeHost."""
+
+    def __init__(self, desk: Desk, *, idle_timeout_s: float, kv_lifetime_s: float, pause_below_tokens: int) -> None:
+        self._desk = desk
+        self._idle_timeout_s = idle_timeout_s
+        self._pause_below_tokens = pause_below_tokens
+        self._parts = TransferParts(
+            engine=desk.engine,
+            ledger=desk.ledger,
+            guard=desk.guard,
+            signer=desk.identity,
+            clock=desk.clock,
+            kv_lifetime_s=kv_lifetime_s,
+            free=desk.free,
+        )
+        self._transfers: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        """Transfers that go on now."""
+        return len(self._transfers)
+
+    async def close(self) -> None:
+        """Cancel all and wait for their ends."""
+        tasks = [task for task in self._transfers if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def move_kv(self, order: KvOrder, dial: Dial) -> KvReport:
+        """Move KV as the dialling side; see NodePort.move_kv."""
+        opening = KvOpen.of(order)
+        async with self._transfer(opening):
+            if order.direction is KvDirection.PULL:
+                self._check_target(opening)
+                if order.source.prefill is not None:  # the order carries the prompt
+                    self._desk.guard.check_prompt(order.context, order.peer.place)
+                async with dial(order.peer) as stream, self._link(stream) as link:
+                    self._check_peer(order, link)
+                    await link.send(opening.for_peer())
+                    return await self._receive(opening, link)
+            self._desk.guard.check_kv(order.context, order.peer.place)  # before the ids of its tokens leave
+            async with self._source(opening) as source, dial(order.peer) as stream, self._link(stream) as link:
+                self._check_peer(order, link)
+                await link.send(opening.for_peer())
+                return await self._send(opening, source, link)
+
+    async def serve_transfer(self, opening: KvOpen, stream: FrameStream) -> KvReport:
+        """Do a transfer as the dialled side; `opening` is the first frame of `stream`."""
+        async with self._transfer(opening), self._link(stream) as link:
+            if opening.direction is KvDirection.PUSH:
+                self._check_target(opening)
+                return await self._receive(opening, link)
+            self._desk.guard.check_kv(opening.context, link.peer_place)  # before any work is done for it
+            async with self._source(opening) as source:
+                return await self._send(opening, source, link)
+
+    async def _send(self, opening: KvOpen, source: Source, link: Link) -> KvReport:
+        report = await send(self._parts, opening, source, link)
+        self._desk.counters.sent_kv(report)
+        return report
+
+    async def _receive(self, opening: KvOpen, link: Link) -> KvReport:
+        report = await receive(self._parts, opening, link)
+        self._desk.counters.received_kv(report)
+        return report
+
+    @asynccontextmanager
+    async def _transfer(self, opening: KvOpen) -> AsyncIterator[None]:
+        """Count it, and hold it to its deadline."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._transfers.add(task)
+        self._desk.change()
+        try:
+            try:
+                async with asyncio.timeout(opening.context.deadline_s) as limit:
+                    yield
+            except TimeoutError as exc:
+                if not limit.expired():
+                    raise
+                raise Expired(f"the deadline of {opening.context.deadline_s:g} s passed") from exc
+        except asyncio.CancelledError:
+            self._desk.counters.transfer_failed(Cancelled("the transfer was cancelled"))
+            raise
+        except MeshError as exc:
+            self._desk.counters.transfer_failed(exc)
+            log.info("kv_transfer_failed", transfer_id=opening.transfer_id, reason=exc.reason, error=exc.message)
+            raise
+        finally:
+            self._transfers.discard(task)
+            self._desk.change()
+
+    @asynccontextmanager
+    async def _link(self, stream: FrameStream) -> AsyncIterator[Link]:
+        """The stream, whose peer is told whatever goes wrong here."""
+        link = Link(stream, idle_timeout_s=self._idle_timeout_s)
+        try:
+            yield link
+        except BaseException as exc:
+            await link.abort(exc)
+            raise
+
+    def _check_peer(self, order: KvOrder, link: Link) -> None:
+        if link.peer_place != order.peer.place:
+            raise Unauthenticated(
+                f"{order.peer.address} is {link.peer_place.uri}, not {order.peer.place.uri}",
+                node=link.peer_place.node_id,
+            )
+
+    def _check_target(self, opening: KvOpen) -> None:
+        self._desk.refuse_if_draining()
+        self._desk.guard.check_kv(opening.context, self._desk.identity.place)
+
+    @asynccontextmanager
+    async def _source(self, opening: KvOpen) -> AsyncIterator[Source]:
+        """The source of a transfer, kept while it is shipped."""
+        prefill = opening.source.prefill
+        if prefill is None:
+            async with self._existing_source(opening) as source:
+                yield source
+            return
+        if prefill.run_id != opening.source.run_id or not prefill.prefill_only or opening.source.pause:
+            raise InvalidRequest("a prefill for a transfer is prefill_only and named by source_run_id", field="prefill")
+        if Owner.of(prefill.context) != Owner.of(opening.context):
+            raise PolicyDenied("the prefill is of another tenant, label, namespace or model", rule="kv-owner")
+        run = self._desk.start(prefill)
+        self._desk.ledger.pin(run.entry)
+        try:
+            yield PrefillSource(run, self._desk.identity)
+            await self._desk.free(run.entry.run_id)  # it was computed for this transfer alone
+        finally:
+            self._desk.ledger.unpin(run.entry)
+            await self._desk.stop(run)  # a prefill that did end stays a hold for a while, for another try
+
+    @asynccontextmanager
+    async def _existing_source(self, opening: KvOpen) -> AsyncIterator[Source]:
+        check_model(opening.context, self._desk.engine.info)
+        entry = self._desk.ledger.get(opening.source.run_id, opening.context)
+        if entry.phase is Phase.IMPORTING:
+            raise InvalidRequest(f"{entry.run_id!r} is still being imported", field="source_run_id")
+        self._desk.ledger.pin(entry)
+        try:
+            kv_tokens = await shippable_tokens(self._desk.engine, entry)
+            if kv_tokens > entry.names.known_tokens:
+                raise InvalidRequest(
+                    f"{entry.run_id!r} was imported with tokens that are not known here yet", field="source_run_id"
+                )
+            if opening.source.pause:
+                below = self._pause_below_tokens
+                yield MovingSource(self._desk.engine, entry, kv_tokens, pause_below_tokens=below)
+            else:
+                yield HeldSource(entry, kv_tokens)
+        finally:
+            self._desk.ledger.unpin(entry)

@@ -1,0 +1,151 @@
+"""One run at a node: the task that drives the engine's iterator, whoever reads its events and how slowly.
+
+The ledger must know the tokens of a run while its KV is being shipped, so the engine's events are taken as they
+come and queued; the queue is bounded by the run's own max_tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import structlog
+
+from mesh.errors import Cancelled, Expired, Internal, MeshError
+from mesh.node.engine import Engine, Finished, Held, Prefilled, RunEvent, RunSpec, Tokens
+from mesh.node.host_ledger import Entry, Ledger
+from mesh.node.legs import Clock, Leg, LegKind, LegOutcome
+from mesh.node.port import RunOrder
+
+log = structlog.get_logger(__name__)
+
+
+class HostRun:
+    """Owned by who started it, who must `cancel` it in the end. Its entry outlives it only as a hold."""
+
+    def __init__(
+        self, engine: Engine, ledger: Ledger, clock: Clock, order: RunOrder, entry: Entry, claimed: Entry | None
+    ) -> None:
+        self.order = order
+        self.entry = entry
+        self._engine = engine
+        self._ledger = ledger
+        self._clock = clock
+        self._claimed = claimed
+        self._queue: asyncio.Queue[RunEvent | MeshError] = asyncio.Queue()
+        self._cached_tokens = 0
+        self._generated_tokens = 0
+        self._started_unix_s = clock.unix_s()
+        self._ended_unix_s = 0.0
+        self._task = asyncio.create_task(self._pump(), name=f"run:{order.run_id}")
+
+    async def events(self) -> AsyncGenerator[RunEvent, None]:
+        """Ends with Finished or Held, or raises a MeshError. One reader."""
+        while True:
+            item = await self._queue.get()
+            if isinstance(item, MeshError):
+                raise item
+            yield item
+            if isinstance(item, Finished | Held):
+                return
+
+    async def cancel(self) -> None:
+        """Stop it if it runs, and wait until the engine has freed it. A hold that it became stays."""
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        await self._fail(Cancelled(f"run {self.order.run_id!r} was cancelled"))  # if it had not even started
+
+    def leg(self, end: Finished | Held) -> Leg:
+        """The report, once it has ended."""
+        outcome = LegOutcome.HELD if isinstance(end, Held) else LegOutcome(end.reason.value)
+        if self.order.prefill_only:
+            kind = LegKind.PREFILL
+        else:
+            kind = LegKind.DECODE if self._claimed is not None else LegKind.RUN
+        return Leg(
+            context=self.order.context,
+            run_id=self.order.run_id,
+            kind=kind,
+            outcome=outcome,
+            prompt_tokens=self.order.prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            cached_tokens=self._cached_tokens,
+            kv_tokens=self.entry.kv_tokens,
+            kv_in_bytes=self._claimed.kv_in_bytes if self._claimed is not None else 0,
+            kv_out_bytes=self.entry.kv_out_bytes,
+            started_unix_s=self._started_unix_s,
+            ended_unix_s=self._ended_unix_s,
+        )
+
+    async def _pump(self) -> None:
+        try:
+            await self._drive()
+        except asyncio.CancelledError:
+            await self._fail(Cancelled(f"run {self.order.run_id!r} was cancelled"))
+            raise
+        except MeshError as exc:
+            await self._fail(exc)
+        except Exception as exc:
+            log.exception("run_failed_by_a_bug", run_id=self.order.run_id)
+            await self._fail(Internal(f"the run failed by a bug: {type(exc).__name__}; the node's log has it"))
+
+    async def _drive(self) -> None:
+        deadline_s = self.order.context.deadline_s
+        try:
+            async with asyncio.timeout(deadline_s) as limit:
+                events = self._engine.generate(self._spec())
+                try:
+                    async for event in events:
+                        self._take(event)
+                finally:
+                    # Closing frees the engine's memory now; the garbage collector would do it some time.
+                    await events.aclose()  # type: ignore[attr-defined]
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise
+            raise Expired(f"the deadline of {deadline_s:g} s passed") from exc
+        if self._ended_unix_s == 0.0:
+            raise Internal("the engine ended a run without an outcome")
+
+    def _spec(self) -> RunSpec:
+        order = self.order
+        return RunSpec(
+            run_id=order.run_id,
+            token_ids=order.token_ids,
+            prompt_tokens=order.prompt_tokens,
+            sampling=order.sampling,
+            salt=order.context.salt,
+            priority=order.priority,
+            kv_from=order.kv_from,
+            prefill_only=order.prefill_only,
+        )
+
+    def _take(self, event: RunEvent) -> None:
+        entry = self.entry
+        match event:
+            case Prefilled():
+                self._cached_tokens = event.cached
+                entry.kv_tokens = event.tokens
+                entry.changed.beat()
+            case Tokens():
+                self._generated_tokens += len(event.ids)
+                entry.names.extend(event.ids)
+                entry.changed.beat()
+            case Finished():
+                self._ended_unix_s = self._clock.unix_s()
+                entry.kv_tokens = max(0, entry.names.known_tokens - 1)
+                self._ledger.close(entry)
+            case Held():
+                self._ended_unix_s = self._clock.unix_s()
+                self._ledger.hold(entry, event.kv_tokens, entry.names.prefix(event.kv_tokens))
+        self._queue.put_nowait(event)
+
+    async def _fail(self, error: MeshError) -> None:
+        """The engine has freed the run; a hold that it was to continue goes too, whatever the engine did with it."""
+        if self._ended_unix_s or self.entry.failed is not None:
+            return  # it had its outcome before
+        self.entry.failed = error
+        self._ledger.close(self.entry)
+        self._queue.put_nowait(error)
+        if self._claimed is not None:
+            await self._engine.release(self._claimed.run_id)

@@ -1,0 +1,127 @@
+"""Where the KV of a transfer comes from, as one question: how far can it be shipped now, and is that the end?
+
+Three kinds: KV that is there (a hold, or what a run has now), a prefill that goes on while its chunks are shipped,
+and a run that decodes on while it is shipped and is paused when the rest is short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from mesh.errors import NotFound, StalePlan
+from mesh.identity.signing import SignedRecord
+from mesh.node.engine import Engine, Held
+from mesh.node.host_ledger import Entry, Phase
+from mesh.node.host_runs import HostRun
+from mesh.node.legs import Signer, sign_leg
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Positions below `stop` can be shipped; `last`: no more will come."""
+
+    stop: int
+    last: bool
+
+
+class Source(Protocol):
+    """One source, for one transfer. `count_tokens`: positions that are promised in the offer."""
+
+    entry: Entry
+    count_tokens: int
+
+    async def next(self, position: int) -> Ready:
+        """Wait until something at or after `position` can be shipped, or nothing more will come. Raises what
+        ended the run, or StalePlan if it finished before it could move."""
+        ...
+
+    def leg(self) -> SignedRecord | None:
+        """The signed report of what was computed for this transfer, at its end."""
+        ...
+
+
+class HeldSource:
+    """KV that is there."""
+
+    def __init__(self, entry: Entry, kv_tokens: int) -> None:
+        self.entry = entry
+        self.count_tokens = kv_tokens
+
+    async def next(self, position: int) -> Ready:
+        return Ready(max(position, self.count_tokens), last=True)
+
+    def leg(self) -> SignedRecord | None:
+        return None
+
+
+class PrefillSource:
+    """A prefill of this transfer's own."""
+
+    def __init__(self, run: HostRun, signer: Signer) -> None:
+        self.entry = run.entry
+        self.count_tokens = len(run.order.token_ids)
+        self._run = run
+        self._signer = signer
+        self._leg: SignedRecord | None = None
+
+    async def next(self, position: int) -> Ready:
+        entry = self.entry
+        while entry.phase is Phase.RUNNING and entry.kv_tokens <= position:
+            await entry.changed.wait()
+        if entry.phase is Phase.RUNNING:
+            return Ready(entry.kv_tokens, last=False)
+        return Ready(max(position, _held_tokens(entry)), last=True)
+
+    def leg(self) -> SignedRecord | None:
+        if self._leg is None:
+            self._leg = sign_leg(self._run.leg(Held(self.entry.kv_tokens)), self._signer)
+        return self._leg
+
+
+class MovingSource:
+    """A run that goes on while it is shipped. It is paused once less than `pause_below_tokens` are left to ship, or
+    when shipping does not keep up with decoding; the rest is shipped from the hold that it becomes."""
+
+    def __init__(self, engine: Engine, entry: Entry, kv_tokens: int, *, pause_below_tokens: int) -> None:
+        self.entry = entry
+        self.count_tokens = kv_tokens
+        self._engine = engine
+        self._pause_below_tokens = pause_below_tokens
+        self._last_rest: int | None = None
+
+    async def next(self, position: int) -> Ready:
+        if self.entry.phase is Phase.RUNNING:
+            kv_tokens = await shippable_tokens(self._engine, self.entry)
+            rest = kv_tokens - position
+            if rest >= self._pause_below_tokens and (self._last_rest is None or rest < self._last_rest):
+                self._last_rest = rest
+                return Ready(kv_tokens, last=False)
+            await self._pause()
+        return Ready(max(position, _held_tokens(self.entry)), last=True)
+
+    def leg(self) -> SignedRecord | None:
+        return None  # the run's own stream carries it
+
+    async def _pause(self) -> None:
+        try:
+            await self._engine.pause(self.entry.run_id)
+        except NotFound:
+            pass  # it ended at this moment; the ledger is about to hear how
+        while self.entry.phase is Phase.RUNNING:
+            await self.entry.changed.wait()
+
+
+def _held_tokens(entry: Entry) -> int:
+    if entry.failed is not None:
+        raise entry.failed
+    if entry.phase is not Phase.HELD:
+        raise StalePlan(f"run {entry.run_id!r} ended before its KV could be shipped", field="source")
+    return entry.kv_tokens
+
+
+async def shippable_tokens(engine: Engine, entry: Entry) -> int:
+    """Positions of a run or hold that have KV and whose tokens the ledger has heard of. Raises NotFound."""
+    if entry.phase is Phase.HELD:
+        return entry.kv_tokens
+    return min(await engine.kv_tokens(entry.run_id), entry.names.known_tokens)

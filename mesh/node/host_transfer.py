@@ -1,0 +1,259 @@
+"""KV transfers of a node: one `send` and one `receive`, whichever side dialled.
+
+The rim around the state machines of mesh.kv.transfer: exports, encodes and sends; receives, decodes and writes.
+Borders are checked here: a sender asks its guard about the receiver's place (from the certificate) before any byte
+of KV leaves, a receiver about its own. A transfer that fails leaves nothing at the target; at the source a run
+that was paused for it stays a hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from mesh.errors import Internal
+from mesh.identity.signing import SignedRecord
+from mesh.kv.chunks import chunk_ranges, digest_of
+from mesh.kv.codecs import Codec, codec_named
+from mesh.kv.manifest import check_compatible, make_manifest
+from mesh.kv.slab import KvSlab
+from mesh.kv.transfer import Limits, Receiver, Sender
+from mesh.kv.transfer_frames import ChunkVerified, Committed, Offered
+from mesh.node.engine import Engine, ImportSpec, RunId
+from mesh.node.host_checks import check_import
+from mesh.node.host_frames import KvOpen
+from mesh.node.host_ledger import Entry, Ledger, Phase
+from mesh.node.host_link import Inbox, Link
+from mesh.node.host_sources import Source
+from mesh.node.legs import Clock, Signer
+from mesh.node.port import BorderGuard, KvReport
+
+Free = Callable[[RunId], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferParts:
+    """What both directions work with; owned by the NodeHost. `free` releases a run id in engine and ledger, and
+    finishes even if the caller is cancelled."""
+
+    engine: Engine
+    ledger: Ledger
+    guard: BorderGuard
+    signer: Signer
+    clock: Clock
+    kv_lifetime_s: float
+    free: Free
+
+
+async def send(parts: TransferParts, order: KvOpen, source: Source, link: Link) -> KvReport:
+    """Ship a source to the peer. Raises what went wrong here or there; the peer has been told."""
+    parts.guard.check_kv(order.context, link.peer_place)
+    inbox = Inbox(link)
+    return await inbox.guard(_Outgoing(parts, order, source, link, inbox).run())
+
+
+class _Outgoing:
+    """One sending."""
+
+    def __init__(self, parts: TransferParts, order: KvOpen, source: Source, link: Link, inbox: Inbox) -> None:
+        self._parts = parts
+        self._order = order
+        self._source = source
+        self._link = link
+        self._inbox = inbox
+        self._codec = codec_named(order.codec)
+        self._started_s = parts.clock.monotonic_s()
+        self._first_chunk_s: float | None = None
+
+    async def run(self) -> KvReport:
+        source = self._source
+        sender = self._offering()
+        await self._link.send(sender.offer())
+        sender.receive(await self._inbox.expect())  # want
+        last = False
+        while not last:
+            ready = await source.next(sender.position)
+            last = ready.last
+            for _, stop in chunk_ranges(sender.position, ready.stop):
+                await self._ship(sender, stop)
+        await self._link.send(sender.commit(source.leg()))
+        sender.receive(await self._inbox.expect())  # done
+        return _report(
+            self._order,
+            tokens=sender.position,
+            skipped_tokens=sender.first_wanted,
+            wire_bytes=sender.wire_bytes,
+            duration_s=self._elapsed_s(),
+            first_chunk_s=self._first_chunk_s,
+            leg=source.leg(),
+        )
+
+    def _offering(self) -> Sender:
+        order, parts, count = self._order, self._parts, self._source.count_tokens
+        manifest = make_manifest(
+            parts.engine.info,
+            codec=order.codec,
+            count_tokens=count,
+            block_hashes=self._source.entry.names.full_blocks(count),
+            tenant=order.context.tenant,
+            label=order.context.label,
+            expires_unix_s=parts.clock.unix_s() + parts.kv_lifetime_s,
+        )
+        return Sender(manifest, max_tokens=order.max_tokens)
+
+    async def _ship(self, sender: Sender, stop: int) -> None:
+        entry = self._source.entry
+        slab = await self._parts.engine.export_kv(entry.run_id, sender.position, stop)
+        data, digest = await asyncio.to_thread(_encode, self._codec, slab)
+        for frame in sender.chunk(stop, data, digest=digest, prefix_hash=entry.names.prefix(stop)):
+            await self._link.send(frame)
+        entry.kv_out_bytes += len(data)
+        if self._first_chunk_s is None:
+            self._first_chunk_s = self._elapsed_s()
+
+    def _elapsed_s(self) -> float:
+        return self._parts.clock.monotonic_s() - self._started_s
+
+
+async def receive(parts: TransferParts, order: KvOpen, link: Link) -> KvReport:
+    """Take KV from the peer into a new hold `order.target`. Raises what went wrong here or there; then the hold is
+    gone and the peer has been told."""
+    parts.guard.check_kv(order.context, parts.signer.place)
+    room = check_import(order, parts.engine.info)
+    codec = codec_named(order.codec)
+    codec.check(parts.engine.info.geometry)
+    entry = parts.ledger.open(order.target, order.context, Phase.IMPORTING, order.token_ids)
+    try:
+        return await _Incoming(parts, replace(order, max_tokens=room), link, entry, codec).run()
+    except BaseException:
+        await parts.free(order.target)
+        raise
+
+
+class _Incoming:
+    """One receiving; `entry` is the target's."""
+
+    def __init__(self, parts: TransferParts, order: KvOpen, link: Link, entry: Entry, codec: Codec) -> None:
+        self._parts = parts
+        self._order = order
+        self._link = link
+        self._entry = entry
+        self._codec = codec
+        self._info = parts.engine.info
+        self._started_s = parts.clock.monotonic_s()
+        self._first_chunk_s: float | None = None
+        self._prefix: bytes | None = None
+        self._receiver = Receiver(
+            Limits(
+                max_tokens=order.max_tokens,
+                exact=not order.source.pause,
+                encoded_bytes=self._encoded_bytes,
+                prefix_hash=self._known_prefix,
+            )
+        )
+
+    async def run(self) -> KvReport:
+        receiver = self._receiver
+        while True:
+            match receiver.receive(await self._link.recv()):
+                case Offered() as offered:
+                    position = await self._open(offered)
+                    await self._link.send(receiver.want(position))
+                case ChunkVerified() as chunk:
+                    await self._write(chunk)
+                case Committed() as committed:
+                    return await self._finish(committed)
+
+    def _encoded_bytes(self, n_tokens: int) -> int:
+        return self._codec.encoded_bytes(self._info.geometry, n_tokens, self._info.kv_dtype)
+
+    def _known_prefix(self, n_tokens: int) -> bytes | None:
+        names = self._entry.names
+        return names.prefix(n_tokens) if n_tokens <= names.known_tokens else None
+
+    async def _open(self, offered: Offered) -> int:
+        order, parts = self._order, self._parts
+        known = order.token_ids
+        check_compatible(
+            offered.manifest,
+            self._info,
+            now_unix_s=parts.clock.unix_s(),
+            tenant=order.context.tenant,
+            label=order.context.label,
+            codec=order.codec,
+            max_tokens=order.max_tokens,
+            known_blocks=self._entry.names.full_blocks(len(known)),
+        )
+        if order.source.pause:
+            # The run may stop right here: its last token has no KV then, and must be left to compute.
+            known = known[:-1]
+        spec = ImportSpec(run_id=order.target, token_ids=known, max_tokens=order.max_tokens, salt=order.context.salt)
+        position = await parts.engine.open_import(spec)
+        self._prefix = self._entry.names.prefix(position)
+        return position
+
+    async def _write(self, chunk: ChunkVerified) -> None:
+        slab = await asyncio.to_thread(self._decode, chunk)
+        await self._parts.engine.write_kv(self._order.target, slab)
+        self._prefix = chunk.prefix_hash
+        self._entry.kv_in_bytes += len(chunk.data)
+        if self._first_chunk_s is None:
+            self._first_chunk_s = self._elapsed_s()
+
+    def _decode(self, chunk: ChunkVerified) -> KvSlab:
+        return self._codec.decode(
+            chunk.data,
+            start=chunk.start,
+            n_tokens=chunk.stop - chunk.start,
+            geometry=self._info.geometry,
+            dtype=self._info.kv_dtype,
+        )
+
+    async def _finish(self, committed: Committed) -> KvReport:
+        receiver, entry = self._receiver, self._entry
+        kv_tokens = await self._parts.engine.kv_tokens(self._order.target)
+        if kv_tokens != committed.stop or self._prefix is None:
+            raise Internal(f"the engine has {kv_tokens} tokens of an import of {committed.stop}")
+        # A hold before the peer hears of it: it may order a run on it at once.
+        self._parts.ledger.hold(entry, kv_tokens, self._prefix)
+        await self._link.send(receiver.done())
+        return _report(
+            self._order,
+            tokens=kv_tokens,
+            skipped_tokens=receiver.first_wanted,
+            wire_bytes=receiver.wire_bytes,
+            duration_s=self._elapsed_s(),
+            first_chunk_s=self._first_chunk_s,
+            leg=committed.leg,
+        )
+
+    def _elapsed_s(self) -> float:
+        return self._parts.clock.monotonic_s() - self._started_s
+
+
+def _encode(codec: Codec, slab: KvSlab) -> tuple[bytes, bytes]:
+    data = codec.encode(slab)
+    return data, digest_of(data)
+
+
+def _report(
+    order: KvOpen,
+    *,
+    tokens: int,
+    skipped_tokens: int,
+    wire_bytes: int,
+    duration_s: float,
+    first_chunk_s: float | None,
+    leg: SignedRecord | None,
+) -> KvReport:
+    return KvReport(
+        transfer_id=order.transfer_id,
+        tokens=tokens,
+        skipped_tokens=skipped_tokens,
+        wire_bytes=wire_bytes,
+        codec=order.codec,
+        duration_s=duration_s,
+        first_chunk_s=duration_s if first_chunk_s is None else first_chunk_s,  # nothing had to travel
+        leg=leg,
+    )
