@@ -95,6 +95,11 @@ class Session:
         return self._outbox.queued_bytes
 
     @property
+    def waiting_orders(self) -> int:
+        """Orders that wait for room to be queued."""
+        return self._outbox.waiting
+
+    @property
     def open_orders(self) -> int:
         """Orders that have not been closed."""
         return len(self._works)
