@@ -133,6 +133,7 @@ class FakeEngine:
             build="fake-engine 1",
         )
         self.step_delay_s = step_delay_s
+        self.gate: asyncio.Event | None = None  # if set, each step waits for it
         self._chunk = prefill_chunk_tokens
         self._sequences: dict[RunId, _Sequence] = {}
         self._waiting: list[tuple[int, int, _Sequence, int]] = []  # priority, arrival, who, tokens
@@ -275,6 +276,8 @@ class FakeEngine:
 
     async def _step(self, sequence: _Sequence) -> None:
         await asyncio.sleep(self.step_delay_s)
+        if self.gate is not None:
+            await self.gate.wait()
         self._check_alive(sequence)
 
     def _check_alive(self, sequence: _Sequence) -> None:
