@@ -1,4 +1,4 @@
-"""OpenAI request bodies to mesh.v1.GenerateRequest. Pure."""
+"""OpenAI request bodies to mesh.v1.GenerateRequest. Pure. Texts are valid Unicode: the JSON parser sees to that."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from mesh.errors import InvalidRequest
 from mesh.http.schema import ChatBody, CompletionBody, Extension, Sampling
 from mesh.v1 import inference_pb2
 
+_SHAPES = {
+    "local": inference_pb2.PLAN_SHAPE_LOCAL,
+    "core": inference_pb2.PLAN_SHAPE_CORE,
+    "split": inference_pb2.PLAN_SHAPE_SPLIT,
+    "offload": inference_pb2.PLAN_SHAPE_OFFLOAD,
+}
+
 
 def chat_request(body: ChatBody) -> inference_pb2.GenerateRequest:
     """The request of a chat body. Raises InvalidRequest on fields that contradict each other."""
     request = _request(body)
     for message in body.messages:
         role = "system" if message.role == "developer" else message.role
-        request.chat.messages.add(role=role, content=_unicode(message.text, "messages"))
+        request.chat.messages.add(role=role, content=message.text)
     if body.max_completion_tokens is not None:
         if body.max_tokens not in (None, body.max_completion_tokens):
             raise InvalidRequest("max_tokens and max_completion_tokens differ: give one", field="max_tokens")
@@ -31,7 +38,7 @@ def completion_request(body: CompletionBody) -> inference_pb2.GenerateRequest:
     request = _request(body)
     prompt = _one_prompt(body.prompt)
     if isinstance(prompt, str):
-        request.text = _unicode(prompt, "prompt")
+        request.text = prompt
     else:
         request.tokens.ids.extend(prompt)
     if body.logprobs is not None:
@@ -53,7 +60,7 @@ def _one_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | 
 
 
 def _request(body: Sampling) -> inference_pb2.GenerateRequest:
-    request = inference_pb2.GenerateRequest(model=_unicode(body.model, "model"))
+    request = inference_pb2.GenerateRequest(model=body.model)
     sampling = request.sampling
     for field in (
         "max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty",
@@ -66,14 +73,14 @@ def _request(body: Sampling) -> inference_pb2.GenerateRequest:
     if body.seed is not None:
         sampling.seed = body.seed % 2**64  # OpenAI's seed is signed
     if body.stop is not None:
-        sampling.stop.extend(_unicode(s, "stop") for s in ([body.stop] if isinstance(body.stop, str) else body.stop))
+        sampling.stop.extend(s for s in ([body.stop] if isinstance(body.stop, str) else body.stop))
     _extend(request, body.kvmesh)
     return request
 
 
 def _extend(request: inference_pb2.GenerateRequest, extension: Extension) -> None:
-    request.label = _unicode(extension.label, "kvmesh.label")
-    request.idempotency_key = _unicode(extension.idempotency_key, "kvmesh.idempotency_key")
+    request.label = extension.label
+    request.idempotency_key = extension.idempotency_key
     request.resume_offset_tokens = extension.resume_offset_tokens
     if (latency := extension.latency) is not None:
         for field in ("ttft_s", "tpot_s", "deadline_s"):
@@ -81,15 +88,6 @@ def _extend(request: inference_pb2.GenerateRequest, extension: Extension) -> Non
                 setattr(request.latency, field, value)
     if (wish := extension.placement) is not None:
         if wish.shape is not None:
-            request.placement.shape = inference_pb2.PlanShape.Value(f"PLAN_SHAPE_{wish.shape.upper()}")
-        request.placement.node_id = _unicode(wish.node_id, "kvmesh.placement.node_id")
-        request.placement.site = _unicode(wish.site, "kvmesh.placement.site")
-
-
-def _unicode(text: str, field: str) -> str:
-    """JSON can spell half of a surrogate pair, protobuf cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest(f"{field} holds code points that are not valid Unicode", field=field) from None
-    return text
+            request.placement.shape = _SHAPES[wish.shape]
+        request.placement.node_id = wish.node_id
+        request.placement.site = wish.site
