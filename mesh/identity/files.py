@@ -27,7 +27,7 @@ def make_private_folder(folder: Path) -> None:
         if folder.stat().st_mode & 0o077:
             if any(folder.iterdir()):
                 raise InvalidRequest(
-                    f"{folder} holds keys but is open to other users; run chmod 700 on it, "
+                    f"{folder} holds secrets but is open to other users; run chmod 700 on it, "
                     "or remove it if they may have been read",
                     field="folder",
                 )

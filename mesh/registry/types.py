@@ -1,7 +1,7 @@
 """The Registry interface: who is in the mesh, and small shared values.
 
 Two implementations: mesh.registry.embedded (file-backed, hosted by the placement service, reached by other
-nodes over the Registry RPCs) and mesh.registry.consul. tests/conformance/registry.py holds both to what is
+nodes over the Registry RPCs) and mesh.registry.consul. tests/conformance/registry_suite.py holds both to what is
 written here. Fast-changing load never goes through a registry.
 """
 
@@ -85,8 +85,9 @@ class Registry(Protocol):
         ...
 
     def watch(self) -> AsyncIterator[NodesView]:
-        """The view now and at each change, forever. Survives a registry that is gone for a while: it repeats
-        the last view (at least every 5 s, with its old `heard_monotonic_s`) until the registry is back."""
+        """The view now, at each change, and at least every 5 s, until `close`. Survives a registry that is gone for
+        a while: it then repeats the last view with its old `heard_monotonic_s` until the registry is back.
+        Raises what waiting cannot mend, such as PolicyDenied."""
         ...
 
     async def get(self, key: str) -> Value | None: ...
@@ -104,5 +105,6 @@ class Registry(Protocol):
         ...
 
     def watch_values(self, prefix: str) -> AsyncIterator[tuple[Value, ...]]:
-        """All values under the prefix now and at each change, forever."""
+        """All values under the prefix now and at each change, until `close`. Survives as `watch` does, without
+        repeating."""
         ...

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Registration(_message.Message):
-    __slots__ = ("node_id", "address", "meta", "ttl_s", "health", "ready")
+    __slots__ = ("node_id", "address", "meta", "ttl_s", "health", "ready", "health_address")
     class MetaEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -21,13 +21,15 @@ class Registration(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     address: str
     meta: _containers.ScalarMap[str, str]
     ttl_s: float
     health: str
     ready: bool
-    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., meta: _Optional[_Mapping[str, str]] = ..., ttl_s: _Optional[float] = ..., health: _Optional[str] = ..., ready: _Optional[bool] = ...) -> None: ...
+    health_address: str
+    def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., meta: _Optional[_Mapping[str, str]] = ..., ttl_s: _Optional[float] = ..., health: _Optional[str] = ..., ready: _Optional[bool] = ..., health_address: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("registration",)
@@ -110,3 +112,15 @@ class PutValueResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     version: int
     def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class WatchValuesRequest(_message.Message):
+    __slots__ = ("prefix",)
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    prefix: str
+    def __init__(self, prefix: _Optional[str] = ...) -> None: ...
+
+class WatchValuesResponse(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedCompositeFieldContainer[StoredValue]
+    def __init__(self, values: _Optional[_Iterable[_Union[StoredValue, _Mapping]]] = ...) -> None: ...

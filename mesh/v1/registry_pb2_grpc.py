@@ -65,6 +65,11 @@ class RegistryStub:
                 request_serializer=mesh_dot_v1_dot_registry__pb2.PutValueRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_registry__pb2.PutValueResponse.FromString,
                 _registered_method=True)
+        self.WatchValues = channel.unary_stream(
+                '/mesh.v1.Registry/WatchValues',
+                request_serializer=mesh_dot_v1_dot_registry__pb2.WatchValuesRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_registry__pb2.WatchValuesResponse.FromString,
+                _registered_method=True)
 
 
 class RegistryServicer:
@@ -93,7 +98,7 @@ class RegistryServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchNodes(self, request, context):
-        """All registrations at each change.
+        """All registrations at each change and at least every few seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,6 +113,13 @@ class RegistryServicer:
 
     def PutValue(self, request, context):
         """Compare and set a value. Placement certificates only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchValues(self, request, context):
+        """Values under a prefix at each change. Placement certificates only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,6 +157,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.PutValue,
                     request_deserializer=mesh_dot_v1_dot_registry__pb2.PutValueRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_registry__pb2.PutValueResponse.SerializeToString,
+            ),
+            'WatchValues': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchValues,
+                    request_deserializer=mesh_dot_v1_dot_registry__pb2.WatchValuesRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_registry__pb2.WatchValuesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +327,33 @@ class Registry:
             '/mesh.v1.Registry/PutValue',
             mesh_dot_v1_dot_registry__pb2.PutValueRequest.SerializeToString,
             mesh_dot_v1_dot_registry__pb2.PutValueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchValues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/mesh.v1.Registry/WatchValues',
+            mesh_dot_v1_dot_registry__pb2.WatchValuesRequest.SerializeToString,
+            mesh_dot_v1_dot_registry__pb2.WatchValuesResponse.FromString,
             options,
             channel_credentials,
             insecure,
