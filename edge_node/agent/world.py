@@ -10,9 +10,10 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
+from mesh.node.local_port import LocalPort
+
 from mesh.identity.place import Tier
 from mesh.node.engine import EngineLoad
-from mesh.node.local_port import LocalPort
 from mesh.node.port import KvReport, NodePort, Peer
 from mesh.v1 import admin_pb2 as admin
 from placement.decide.types import Snapshot

@@ -52,7 +52,7 @@ class Work:
 
 class RequestDriver:
     """Runs one request's plan. `on_effect` sees the effects that concern the client or the receipt
-    (Emit, EmitMigration, LegDone, Finish, Fail, StartRun, MoveKv), in order."""
+    (Emit, EmitMigration, MoveFailed, LegDone, Finish, Fail, StartRun, MoveKv), in order."""
 
     def __init__(
         self,
@@ -81,8 +81,9 @@ class RequestDriver:
         return self._runner.node_id
 
     @property
-    def generated_tokens(self) -> int:
-        return len(self._runner.generated)
+    def usage(self) -> rt.Usage:
+        """Token counts so far."""
+        return self._runner.usage
 
     async def run(self) -> None:
         """Until the one outcome. Cancelling it closes and frees everything first, then raises."""
@@ -141,6 +142,7 @@ class RequestDriver:
                 self._answer_move(effect)
             case rt.MoveFailed():
                 log.warning("move_failed", target=effect.target_node_id, reason=effect.error.reason)
+                self._on_effect(effect)
                 self._answer_move(effect)
             case rt.Finish() | rt.Fail():
                 self._done = True

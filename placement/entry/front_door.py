@@ -14,11 +14,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 
-from mesh.errors import Draining, NotFound, Overloaded, PolicyDenied
+from mesh.errors import Draining, MeshError, NotFound, Overloaded, PolicyDenied
 from mesh.identity.place import Place, Tier
 from mesh.identity.principal import AccessRole, Principal
 from mesh.node.port import WorkContext
 from mesh.telemetry.log import get_logger, log_context
+from mesh.telemetry.metrics import Metrics, Shape
 from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import inference_pb2 as pb
 from placement.decide.decide import decide
@@ -51,6 +52,7 @@ class FrontDoorDeps:
     models: Mapping[str, ServedModel]
     policies: Callable[[], PolicyBook]
     salt: Callable[[str, str, str], bytes]
+    metrics: Metrics
 
 
 class FrontDoor:
@@ -68,6 +70,16 @@ class FrontDoor:
     def running(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
+
+    @property
+    def draining(self) -> bool:
+        """It takes nothing new."""
+        return self._draining
+
+    @property
+    def served_models(self) -> Mapping[str, ServedModel]:
+        """Models that this entry tokenises for, by name."""
+        return self._deps.models
 
     async def generate(self, principal: Principal, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         """One request as a stream. Leaving the iterator cancels the request, unless it has an idempotency key:
@@ -94,21 +106,25 @@ class FrontDoor:
             raise Draining(f"{self._deps.signer.place.node_id} is draining: use another entry")
         if len(self._live) >= MAX_OPEN_REQUESTS:
             raise Overloaded(f"{len(self._live)} requests are open here, the most is {MAX_OPEN_REQUESTS}")
-        accepted = await self._accept(principal, request)
-        plan = self._decide(accepted)
+        try:
+            accepted = await self._accept(principal, request)
+            plan = self._decide(accepted)
+        except MeshError as error:
+            self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
+            raise
         stream = RequestStream(self._new_id(), principal.tenant, fingerprint)
         self._log.add(stream, request.idempotency_key, time.monotonic())
         self._start(accepted, plan, stream)
         return stream
 
     async def _accept(self, principal: Principal, request: pb.GenerateRequest) -> Accepted:
-        policy = self._deps.policies().policy(principal.tenant).policy
+        policy = self._deps.policies().lookup(principal.tenant).policy
         seed = self._rng.getrandbits(64)
         return await accept(request, principal, models=self._deps.models, policy=policy, seed=seed)
 
     def _decide(self, accepted: Accepted, wish: Wish | None = None, exclude: frozenset[str] = frozenset()) -> Plan:
         """Raises PolicyDenied, NoNodeNow, NoCapableNode or Overloaded, naming the rule."""
-        entry = self._deps.policies().policy(accepted.principal.tenant)
+        entry = self._deps.policies().lookup(accepted.principal.tenant)
         request = accepted.placement
         if wish is not None:
             request = replace(request, wish=wish, exclude=exclude)
@@ -116,8 +132,8 @@ class FrontDoor:
             self._deps.world.snapshot(),
             request,
             entry.policy,
-            policy_version=entry.version,
             entry_site=self._deps.signer.place.site,
+            now_s=time.monotonic(),
             rng=self._rng,
         )
         if isinstance(outcome, Refusal):
@@ -126,7 +142,7 @@ class FrontDoor:
 
     def _start(self, accepted: Accepted, plan: Plan, stream: RequestStream) -> None:
         tenant, label = accepted.principal.tenant, accepted.placement.label
-        entry = self._deps.policies().policy(tenant)
+        entry = self._deps.policies().lookup(tenant)
         context = WorkContext(
             request_id=stream.request_id,
             tenant=tenant,
@@ -151,6 +167,7 @@ class FrontDoor:
                 stream=stream,
                 world=self._deps.world,
                 signer=self._deps.signer,
+                metrics=self._deps.metrics,
             )
             log.info("request_accepted", shape=plan.choice.shape.name, label=label, rule=plan.rule)
             task = asyncio.create_task(live.run(), name=f"request:{stream.request_id}")
@@ -179,7 +196,7 @@ class FrontDoor:
         verdicts = explain_nodes(
             self._deps.world.snapshot(),
             accepted.placement,
-            self._deps.policies().policy(principal.tenant).policy,
+            self._deps.policies().lookup(principal.tenant).policy,
             entry_site=self._deps.signer.place.site,
         )
         response = pb.ExplainResponse(
@@ -197,7 +214,7 @@ class FrontDoor:
 
     async def tokenize(self, principal: Principal, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         """Ids as the model would see them."""
-        policy = self._deps.policies().policy(principal.tenant).policy
+        policy = self._deps.policies().lookup(principal.tenant).policy
         ids = await encode_prompt(request, pick_model(request.model, self._deps.models, policy))
         response = pb.TokenizeResponse()
         response.tokens.ids.extend(ids)
@@ -205,7 +222,7 @@ class FrontDoor:
 
     def models(self, principal: Principal) -> list[pb.ModelInfo]:
         """Models that this entry knows and the tenant may use, with the nodes that serve each."""
-        policy = self._deps.policies().policy(principal.tenant).policy
+        policy = self._deps.policies().lookup(principal.tenant).policy
         snapshot = self._deps.world.snapshot()
         found = []
         for model_id, model in sorted(self._deps.models.items()):
@@ -264,7 +281,7 @@ class FrontDoor:
         return target.node_id
 
     def _check_kv(self, accepted: Accepted, target: Place) -> None:
-        policy = self._deps.policies().policy(accepted.principal.tenant).policy
+        policy = self._deps.policies().lookup(accepted.principal.tenant).policy
         label, site = accepted.placement.label, self._deps.signer.place.site
         if policy.allows(label, target, entry_site=site, kind=DataKind.KV) is None:
             raise PolicyDenied(

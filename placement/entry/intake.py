@@ -74,7 +74,9 @@ def pick_model(name: str, models: Mapping[str, ServedModel], policy: Policy) -> 
     if not wanted:
         raise InvalidRequest(f"model is required: one of {', '.join(sorted(models))}", field="model")
     if wanted not in models:
-        raise UnknownModel(f"unknown model {wanted[:100]!r}: this mesh serves {', '.join(sorted(models))}", field="model")
+        raise UnknownModel(
+            f"unknown model {wanted[:100]!r}: this mesh serves {', '.join(sorted(models))}", field="model"
+        )
     policy.check_model(wanted)
     return models[wanted]
 
@@ -132,7 +134,9 @@ def sampling_from(params: common.SamplingParams, *, room_tokens: int, seed: int)
 
     max_tokens = int(given("max_tokens", min(DEFAULT_MAX_TOKENS, room_tokens)))
     if max_tokens > room_tokens:
-        raise InvalidRequest(f"max_tokens is {max_tokens}, the context leaves room for {room_tokens}", field="max_tokens")
+        raise InvalidRequest(
+            f"max_tokens is {max_tokens}, the context leaves room for {room_tokens}", field="max_tokens"
+        )
     return SamplingParams(
         max_tokens=max_tokens,
         seed=int(given("seed", seed)),

@@ -13,6 +13,8 @@ from mesh.errors import Internal, MeshError
 from mesh.identity.place import Place
 from mesh.node.stop import StopMatcher
 from mesh.telemetry.log import get_logger
+from mesh.telemetry.metrics import Metrics, Shape
+from mesh.telemetry.metrics import MoveCause as MoveLabel
 from mesh.v1 import inference_pb2 as pb
 from placement.decide.types import Plan
 from placement.entry import runner_types as rt
@@ -39,12 +41,15 @@ class LiveRequest:
         stream: RequestStream,
         world: World,
         signer: Signer,
+        metrics: Metrics,
     ) -> None:
         self.accepted = accepted
         self.work = work
         self.stream = stream
         self._world = world
         self._signer = signer
+        self._metrics = metrics
+        self._shape = Shape[plan.choice.shape.name]
         self._text = accepted.model.tokenizer.stream()
         self._matcher = StopMatcher(accepted.sampling.stop)
         self._draft = ReceiptDraft(
@@ -86,8 +91,10 @@ class LiveRequest:
             raise
         finally:
             self.stream.end(time.monotonic(), error)
-            outcome = "ok" if error is None else getattr(error, "reason", "CANCELLED")
-            log.info("request_ended", outcome=outcome, generated_tokens=self.driver.generated_tokens)
+            outcome = "OK" if error is None else getattr(error, "reason", "CANCELLED")
+            if error is not None:
+                self._count(outcome, None)
+            log.info("request_ended", outcome=outcome, generated_tokens=self.driver.usage.completion_tokens)
 
     def _on_effect(self, effect: rt.Effect) -> None:
         match effect:
@@ -100,6 +107,8 @@ class LiveRequest:
                 self._touch(effect.target_node_id, prompt=False)
             case rt.EmitMigration():
                 self._migrated(effect)
+            case rt.MoveFailed():
+                self._metrics.request_moved(cause=MoveLabel(effect.cause.value), outcome=effect.error.reason)
             case rt.LegDone(record=record):
                 self._draft.legs.append(record)
             case rt.Finish():
@@ -118,18 +127,31 @@ class LiveRequest:
         facts = {**asdict(effect), "cause": effect.cause.value}
         self._draft.migrations.append({k: round(v, 6) if isinstance(v, float) else v for k, v in facts.items()})
         self._draft.fallbacks += effect.cause is rt.MoveCause.FALLBACK
+        self._metrics.request_moved(cause=MoveLabel(effect.cause.value), outcome="OK", pause_s=effect.pause_s)
         self.stream.append(pb.GenerateResponse(migration=migration_to_wire(effect)))
 
     def _finish(self, effect: rt.Finish) -> None:
         rest = self._matcher.push(self._text.flush()) + self._matcher.flush()
         if rest:
             node_id = self.driver.node_id
-            delta = pb.TokenDelta(offset_tokens=self.driver.generated_tokens, text=rest, node_id=node_id)
+            delta = pb.TokenDelta(offset_tokens=self.driver.usage.completion_tokens, text=rest, node_id=node_id)
             self.stream.append(pb.GenerateResponse(tokens=delta))
+        self._count("OK", effect)
         receipt = self._draft.sign(
             self._signer, outcome=effect.reason.value, ended_unix_s=time.time(), usage=asdict(effect.usage)
         )
         self.stream.append(pb.GenerateResponse(finish=finish_to_wire(effect, receipt)))
+
+    def _count(self, outcome: str, finish: rt.Finish | None) -> None:
+        usage = self.driver.usage
+        self._metrics.request_ended(
+            outcome=outcome,
+            shape=self._shape,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            generated_tokens=usage.completion_tokens,
+            ttft_s=None if finish is None else finish.ttft_s,
+        )
 
     def _touch(self, node_id: str, *, prompt: bool) -> None:
         place = self._place_of(node_id)

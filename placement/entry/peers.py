@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import grpc
 import grpc.aio
+from mesh.node.grpc_port import GrpcPort
+from mesh.node.wire import load_from_wire
 
 from mesh.errors import NodeUnreachable
 from mesh.node.engine import EngineLoad
-from mesh.node.grpc_port import GrpcPort
 from mesh.node.port import Peer
-from mesh.node.wire import load_from_wire
 from mesh.telemetry.log import get_logger
 from mesh.v1 import node_pb2, node_pb2_grpc
 

@@ -13,6 +13,12 @@ _FINISH = {
     FinishReason.STOP: common.FINISH_REASON_STOP,
     FinishReason.LENGTH: common.FINISH_REASON_LENGTH,
 }
+_SHAPES = {
+    PlanShape.LOCAL: pb.PLAN_SHAPE_LOCAL,
+    PlanShape.CORE: pb.PLAN_SHAPE_CORE,
+    PlanShape.SPLIT: pb.PLAN_SHAPE_SPLIT,
+    PlanShape.OFFLOAD: pb.PLAN_SHAPE_OFFLOAD,
+}
 _MOST_CANDIDATES = 8
 
 
@@ -35,7 +41,7 @@ def plan_to_wire(plan: Plan) -> pb.Plan:
     wire.fallbacks.extend(_way(c) for c in plan.fallbacks)
     wire.candidates.extend(
         pb.Candidate(
-            shape=c.shape.value,
+            shape=_SHAPES[c.shape],
             prefill_node_id=c.prefill.node_id,
             decode_node_id=c.decode.node_id,
             cost_s=c.cost_s,
@@ -57,7 +63,7 @@ def plan_to_wire(plan: Plan) -> pb.Plan:
 
 def _way(candidate: Candidate) -> pb.Plan:
     return pb.Plan(
-        shape=candidate.shape.value,
+        shape=_SHAPES[candidate.shape],
         legs=_legs(candidate),
         predicted_ttft_s=candidate.ttft_s,
         predicted_total_s=candidate.total_s,

@@ -87,7 +87,9 @@ class TenantsServicer(admin_grpc.TenantsServicer):
         try:
             role = role_from_name(request.role) if request.role else AccessRole.TENANT
         except KeyError:
-            raise InvalidRequest(f"role is tenant, operator or admin, got {request.role[:40]!r}", field="role") from None
+            raise InvalidRequest(
+                f"role is tenant, operator or admin, got {request.role[:40]!r}", field="role"
+            ) from None
         api_key, record = issue_key(request.tenant, role, created_unix_s=int(time.time()))
         await self._store.change(lambda directory: directory.with_key(record))
         log.info("key_issued", tenant=request.tenant, key_id=record.key_id, role=role.name)

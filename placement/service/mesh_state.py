@@ -203,5 +203,3 @@ def _edge_facts(edge: AttachedEdge) -> NodeFacts:
         age_s=edge.age_s,
         rtt_s=edge.rtt_s,
     )
-
-

@@ -30,9 +30,7 @@ def to_registration(
     meta = {"place": place.uri, "protocol": "1"}
     for i, model in enumerate(models):
         meta.update({f"model.{i}.{field}": str(getattr(model, field)) for field in _MODEL_FIELDS})
-    return Registration(
-        node_id=place.node_id, address=address, meta=meta, ttl_s=ttl_s, health_address=health_address
-    )
+    return Registration(node_id=place.node_id, address=address, meta=meta, ttl_s=ttl_s, health_address=health_address)
 
 
 def from_registration(registration: Registration, *, mesh: str) -> tuple[Place, tuple[ModelFacts, ...]]:
@@ -41,7 +39,7 @@ def from_registration(registration: Registration, *, mesh: str) -> tuple[Place, 
     place = Place.from_uri(meta.get("place", ""))
     if place.mesh != mesh or place.node_id != registration.node_id:
         raise InvalidRequest(f"registration {registration.node_id!r} claims the place of another node", field="place")
-    models = []
+    models: list[ModelFacts] = []
     while f"model.{len(models)}.model_id" in meta:
         prefix = f"model.{len(models)}."
         try:

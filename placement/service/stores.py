@@ -84,7 +84,7 @@ class PolicyReader:
                 entry = StoredPolicy.from_value(value)
                 if entry.yaml is None:
                     book = book.without(tenant)
-                elif book.policy(tenant).version != entry.version:
+                elif book.lookup(tenant).version != entry.version:
                     book = book.with_policy(tenant, entry.yaml, entry.version)
                 stored.append(entry)
             except MeshError as error:
@@ -115,7 +115,9 @@ class PolicyStore(PolicyReader):
         """Raises NotFound."""
         found = next((s for s in self.stored if s.tenant == tenant and s.yaml is not None), None)
         if found is None:
-            raise NotFound(f"tenant {tenant[:100]!r} has no policy of its own; the built-in one applies", field="tenant")
+            raise NotFound(
+                f"tenant {tenant[:100]!r} has no policy of its own; the built-in one applies", field="tenant"
+            )
         return found
 
     async def _write(self, tenant: str, yaml: str | None, expected_version: int | None) -> int:
@@ -127,9 +129,7 @@ class PolicyStore(PolicyReader):
                 raise RevisionMismatch(f"the policy of {tenant} is at version {now}, not {expected_version}")
             entry = StoredPolicy(tenant=tenant, yaml=yaml, version=now + 1)
             try:
-                await self._registry.put(
-                    key, entry.to_json(), expected_version=0 if value is None else value.version
-                )
+                await self._registry.put(key, entry.to_json(), expected_version=0 if value is None else value.version)
             except RevisionMismatch:
                 continue  # another placement service was faster: look again
             self._use(await self._registry.list_values(POLICY_PREFIX))

@@ -1,0 +1,113 @@
+"""A core node as a process: the torch engine behind the node listener, registered with the mesh.
+
+Start: load, measure, listen, register, say ready. SIGTERM: take nothing new, let running requests end (their
+entries move them if they can), leave the registry, stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict
+
+from grpc_health.v1 import health_pb2
+from mesh.node.servicer import NodeServicer
+
+from core_node.engine.engine import CoreEngine
+from core_node.engine.settings import CoreEngineSettings
+from mesh.http.server import HttpServer
+from mesh.http.status_app import status_app
+from mesh.identity.ca import NodeCredentials
+from mesh.identity.place import Role
+from mesh.identity.signing import NodeIdentity
+from mesh.model.description import model_digest
+from mesh.node.host import NodeHost
+from mesh.node.load_watch import LoadWatch
+from mesh.process import announce_ready, prepare_state_folder, stop_signal
+from mesh.registry.open import RemoteSettings
+from mesh.rpc.peer import peer_place
+from mesh.rpc.server import health_server, node_server
+from mesh.settings import CoreSettings
+from mesh.telemetry.log import configure_log
+from mesh.telemetry.metrics import Metrics
+from mesh.v1 import node_pb2_grpc
+from placement.entry.mesh_view import ModelFacts
+from placement.policy.book import BookGuard
+from placement.service.membership import Membership
+from placement.service.registrations import to_registration
+from placement.service.registry_choice import choose_registry
+from placement.service.stores import PolicyReader
+
+_GRPC_GRACE_S = 1.0
+
+
+async def serve(settings: CoreSettings) -> None:
+    """Run until SIGTERM. Raises MeshError if it cannot start."""
+    credentials = NodeCredentials.load(settings.identity.folder)
+    place = credentials.place
+    configure_log(settings.log, node_id=place.node_id)
+    await asyncio.to_thread(prepare_state_folder, settings.state_folder)
+    async with AsyncExitStack() as stack:
+        node = node_server(str(settings.listeners.node), credentials)
+        health, health_state = health_server(str(settings.listeners.health))
+        engine = CoreEngine(_engine_settings(settings))
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        speeds = await engine.self_test()
+
+        peer = settings.placement
+        registry = choose_registry(
+            settings.registry,
+            RemoteSettings(address=str(peer.address), credentials=credentials, placement=peer.node_id),
+        )
+        await registry.start()
+        stack.push_async_callback(registry.close)
+        policies = PolicyReader(registry, on_change=lambda: None)
+        await policies.start()
+        stack.push_async_callback(policies.close)
+
+        guard = BookGuard(lambda: policies.book)
+        host = NodeHost(engine, NodeIdentity(place, credentials), guard, place)
+        stack.push_async_callback(host.close)
+        servicer = NodeServicer(host, lambda context: peer_place(context, mesh=place.mesh))
+        node_pb2_grpc.add_NodeServicer_to_server(servicer, node.server)
+        for listener in (node, health):
+            await listener.server.start()
+            stack.push_async_callback(listener.server.stop, _GRPC_GRACE_S)
+
+        load = LoadWatch(host, settings.load_period_s)
+        await load.start()
+        stack.push_async_callback(load.close)
+        metrics = Metrics(node_id=place.node_id, role=Role.CORE.value)
+        metrics.watch_host(host.statistics)
+        metrics.watch_load(lambda: load.latest)
+        http = HttpServer(status_app(metrics, lambda: not host.draining), str(settings.listeners.http))
+        await http.start()
+        stack.push_async_callback(http.close)
+
+        digest = await asyncio.to_thread(model_digest, settings.model.path)
+        address = str(settings.listeners.advertise or node.address)
+        registration = to_registration(
+            place,
+            address,
+            (ModelFacts.of(engine.info, digest),),
+            ttl_s=settings.registry.ttl_s,
+            health_address=health.address,
+        )
+        membership = Membership(registry, registration)
+        await membership.join()
+        stack.push_async_callback(membership.leave)
+        announce_ready(settings.state_folder, node_id=place.node_id, node=address, http=http.url, **asdict(speeds))
+
+        await stop_signal()
+        membership.set_ready(False)
+        await health_state.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(settings.drain_s):
+                await host.drain()
+
+
+def _engine_settings(settings: CoreSettings) -> CoreEngineSettings:
+    return CoreEngineSettings(
+        model_path=settings.model.path, model_id=settings.model.id, **settings.engine.model_dump()
+    )

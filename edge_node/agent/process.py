@@ -1,0 +1,216 @@
+"""An edge agent as a process: the llama.cpp engine, the entry of its own site, one uplink to the mesh.
+
+It opens no port to the outside: its listeners are for clients of its own site. Cut off, it goes on serving them
+under the policies that it has; without any it refuses (fail closed). SIGTERM: take nothing new, let running
+requests end, leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict
+
+from grpc_health.v1 import health_pb2
+from mesh.node.local_port import LocalPort
+
+from edge_node.agent.site_config import SiteConfig
+from edge_node.agent.world import EdgeWorld
+from edge_node.engine.engine import EdgeEngine
+from edge_node.engine.settings import EdgeEngineSettings
+from mesh import __version__
+from mesh.errors import NotImplementedHere
+from mesh.http.app import create_app
+from mesh.http.server import HttpServer
+from mesh.identity.ca import NodeCredentials
+from mesh.identity.place import Role
+from mesh.identity.principal import AccessRole, Principal
+from mesh.identity.signing import NodeIdentity
+from mesh.model.description import model_digest
+from mesh.node.engine import EngineLoad
+from mesh.node.host import NodeHost
+from mesh.node.load_watch import LoadWatch
+from mesh.process import announce_ready, prepare_state_folder, stop_signal
+from mesh.rpc.channel import node_channel
+from mesh.rpc.server import health_server
+from mesh.rpc.uplink.agent import UplinkAgent
+from mesh.rpc.uplink.backoff import FullJitter
+from mesh.rpc.uplink.types import AgentFacts
+from mesh.settings import EdgeSettings
+from mesh.telemetry.log import configure_log
+from mesh.telemetry.metrics import Metrics
+from mesh.v1 import admin_pb2, uplink_pb2
+from placement.entry.front_door import FrontDoor, FrontDoorDeps
+from placement.entry.gateway import EntryGateway
+from placement.entry.intake import served_model
+from placement.entry.mesh_view import ModelFacts, models_to_wire
+from placement.entry.public import public_listener
+from placement.policy.book import BookGuard
+
+_GRPC_GRACE_S = 1.0
+_SITE_CONFIG_FILE = "site_config.bin"
+
+
+async def serve(settings: EdgeSettings) -> None:
+    """Run until SIGTERM. Raises MeshError if it cannot start."""
+    credentials = NodeCredentials.load(settings.identity.folder)
+    place = credentials.place
+    identity = NodeIdentity(place, credentials)
+    configure_log(settings.log, node_id=place.node_id)
+    await asyncio.to_thread(prepare_state_folder, settings.state_folder)
+    async with AsyncExitStack() as stack:
+        site = SiteConfig(settings.state_folder / _SITE_CONFIG_FILE)
+        site.load()
+        model = await asyncio.to_thread(served_model, settings.model.id, settings.model.path)
+        engine = EdgeEngine(_engine_settings(settings))
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        speeds = await engine.self_test()
+        digest = await asyncio.to_thread(model_digest, settings.model.path)
+        models = (ModelFacts.of(engine.info, digest),)
+
+        host = NodeHost(engine, identity, BookGuard(lambda: site.book), place)
+        stack.push_async_callback(host.close)
+        own = LocalPort(host, lambda peer: node_channel(peer.address, credentials, peer.place))
+        world = EdgeWorld(
+            own=own,
+            models=models,
+            load=await host.load(),
+            dial=lambda peer: node_channel(peer.address, credentials, peer.place),
+        )
+        stack.push_async_callback(world.close)
+
+        def take_load(load: EngineLoad) -> None:
+            world.set_load(load, draining=host.draining)
+
+        load = LoadWatch(host, settings.load_period_s, take_load)
+        await load.start()
+        stack.push_async_callback(load.close)
+        metrics = Metrics(node_id=place.node_id, role=Role.EDGE.value)
+        metrics.watch_host(host.statistics)
+        metrics.watch_load(lambda: load.latest)
+        door = FrontDoor(
+            FrontDoorDeps(
+                signer=identity,
+                world=world,
+                models={model.model_id: model},
+                policies=lambda: site.book,
+                salt=site.salt,
+                metrics=metrics,
+            )
+        )
+
+        public = public_listener(
+            settings.listeners.public, credentials, door=door, source=world, mover=_OwnRequests(door),
+            directory=lambda: site.directory,
+        )  # fmt: skip
+        health, health_state = health_server(str(settings.listeners.health))
+        http = HttpServer(create_app(EntryGateway(door, lambda: site.directory, metrics)), str(settings.listeners.http))
+        for listener in (public, health):
+            await listener.server.start()
+            stack.push_async_callback(listener.server.stop, _GRPC_GRACE_S)
+        await http.start()
+        stack.push_async_callback(http.close)
+
+        uplink = _uplink(settings, credentials, _SiteHost(host, own), models, _Pushes(site, world, door))
+        await uplink.start()
+        stack.push_async_callback(uplink.stop)
+        announce_ready(
+            settings.state_folder,
+            node_id=place.node_id,
+            site=place.site,
+            grpc=public.address,
+            http=http.url,
+            **asdict(speeds),
+        )
+
+        await stop_signal()
+        await health_state.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await door.drain(settings.drain_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(settings.drain_s):
+                await host.drain()
+
+
+class _OwnRequests:
+    """An edge moves the requests that it is the entry of, and no others."""
+
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
+
+    async def migrate(self, principal: Principal, request: admin_pb2.MigrateRequest) -> admin_pb2.MigrateResponse:
+        return await self._door.migrate(principal, request)
+
+
+class _SiteHost:
+    """The node behind the uplink: the host, with KV moved over connections that this box dials."""
+
+    def __init__(self, host: NodeHost, own: LocalPort) -> None:
+        self._host = host
+        self._own = own
+        self.run = own.run
+        self.move_kv = own.move_kv
+        self.release = own.release
+        self.load = host.load
+
+    @property
+    def draining(self) -> bool:
+        return self._host.draining
+
+
+class _Pushes:
+    """What placement sends over the uplink."""
+
+    def __init__(self, site: SiteConfig, world: EdgeWorld, door: FrontDoor) -> None:
+        self._site = site
+        self._world = world
+        self._door = door
+
+    async def config(self, message: uplink_pb2.SiteConfig) -> None:
+        await asyncio.to_thread(self._site.take, message)
+
+    async def snapshot(self, message: admin_pb2.Snapshot) -> None:
+        self._world.set_snapshot(message)
+
+    async def command(self, command: uplink_pb2.Command) -> uplink_pb2.CommandResult:
+        if command.WhichOneof("command") != "migrate":
+            raise NotImplementedHere("this agent does not know the command: it is of an older version")
+        asker = Principal(tenant=command.tenant, role=AccessRole.TENANT, key_id="") if command.tenant else None
+        moved = await self._door.migrate(asker, command.migrate)
+        return uplink_pb2.CommandResult(command_id=command.command_id, migrate=moved)
+
+
+def _uplink(
+    settings: EdgeSettings,
+    credentials: NodeCredentials,
+    site_host: _SiteHost,
+    models: tuple[ModelFacts, ...],
+    pushes: _Pushes,
+) -> UplinkAgent:
+    placement = settings.placement
+    return UplinkAgent(
+        dial=lambda: node_channel(str(placement.address), credentials, placement.node_id),
+        host=site_host,
+        facts=AgentFacts(build=f"kvmesh {__version__}", models=tuple(models_to_wire(models))),
+        on_config=pushes.config,
+        on_snapshot=pushes.snapshot,
+        on_command=pushes.command,
+        backoff=FullJitter(random.Random(), cap_s=settings.uplink.reconnect_max_s),
+    )
+
+
+def _engine_settings(settings: EdgeSettings) -> EdgeEngineSettings:
+    engine = settings.engine
+    return EdgeEngineSettings(
+        model_path=settings.model.path,
+        model_id=settings.model.id,
+        n_threads=engine.n_threads or os.cpu_count() or 1,
+        n_ctx_tokens=engine.n_ctx_tokens,
+        max_context_tokens=engine.max_context_tokens or None,
+        max_step_tokens=engine.max_step_tokens,
+        max_running=engine.max_running,
+        max_sequences=engine.max_sequences,
+        max_waiting=engine.max_waiting,
+    )

@@ -1,0 +1,45 @@
+"""What the three processes have in common at their rim: signals and readiness.
+
+A process says that it is ready once, in `ready.json` of its state folder and as one JSON line on stdout; SIGTERM
+or SIGINT asks it to drain, a second one to stop at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mesh.identity.files import make_private_folder, write_private
+from mesh.telemetry.log import get_logger
+
+log = get_logger(__name__)
+READY_FILE = "ready.json"
+
+
+def prepare_state_folder(folder: Path) -> None:
+    """Make it (mode 0700) and remove an old life's ready.json. Raises Overloaded on a full disk."""
+    make_private_folder(folder)
+    with suppress(FileNotFoundError):
+        (folder / READY_FILE).unlink()
+
+
+def announce_ready(folder: Path, **facts: Any) -> None:
+    """Say so, to whoever started this process."""
+    line = json.dumps({"event": "ready", **facts}, sort_keys=True)
+    write_private(folder / READY_FILE, line.encode())
+    print(line, flush=True)
+
+
+async def stop_signal() -> None:
+    """Return at the first SIGTERM or SIGINT; a second one then ends the process as if nothing handled it."""
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    await asked.wait()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+    log.info("draining")

@@ -1,0 +1,48 @@
+"""The public gRPC listener of an entry: the services that every entry has, behind API keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import grpc.aio
+
+from mesh.address import HostPort
+from mesh.identity.ca import NodeCredentials
+from mesh.identity.principal import Principal
+from mesh.identity.tenants import TenantDirectory
+from mesh.rpc.auth import Authenticator, current_principal
+from mesh.rpc.server import Listener, add_health, add_reflection, public_server
+from mesh.v1 import admin_pb2_grpc as admin_grpc
+from mesh.v1 import inference_pb2_grpc as pb_grpc
+from placement.entry.front_door import FrontDoor
+from placement.entry.servicer import InferenceServicer, MeshViewServicer, RequestMover, SnapshotSource
+
+SERVICES = ("mesh.v1.Inference", "mesh.v1.MeshView", "grpc.health.v1.Health")
+
+
+def public_listener(
+    address: HostPort,
+    credentials: NodeCredentials,
+    *,
+    door: FrontDoor,
+    source: SnapshotSource,
+    mover: RequestMover,
+    directory: Callable[[], TenantDirectory],
+    more_services: Sequence[str] = (),
+) -> Listener:
+    """Bound, not started; plain text on loopback, TLS with the node's certificate elsewhere. `more_services` are
+    named in reflection; the caller adds their servicers."""
+    listener = public_server(
+        str(address),
+        credentials=None if address.is_loopback else credentials,
+        interceptors=(Authenticator(directory),),
+    )
+    pb_grpc.add_InferenceServicer_to_server(InferenceServicer(door, _caller), listener.server)
+    admin_grpc.add_MeshViewServicer_to_server(MeshViewServicer(source, mover, _caller), listener.server)
+    add_health(listener.server)
+    add_reflection(listener.server, (*SERVICES, *more_services))
+    return listener
+
+
+def _caller(_: grpc.aio.ServicerContext) -> Principal:
+    return current_principal()

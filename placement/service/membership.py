@@ -1,0 +1,73 @@
+"""One node's membership in the registry: joined, kept alive at the TTL's pace, left.
+
+A registry that lost the node gets it again; one that is gone for a while is tried until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from mesh.errors import NodeUnreachable, NotFound
+from mesh.registry.types import Registration, Registry
+from mesh.telemetry.log import get_logger
+
+log = get_logger(__name__)
+_BEATS_PER_TTL = 3
+_RETRY_S = 1.0
+
+
+class Membership:
+    """Owned by the node's process."""
+
+    def __init__(self, registry: Registry, registration: Registration) -> None:
+        self._registry = registry
+        self._registration = registration
+        self._ready = True
+        self._beat_now = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def join(self) -> None:
+        """Register and say ready. Raises NodeUnreachable if the registry is not there."""
+        await self._registry.register(self._registration)
+        await self._registry.heartbeat(self._registration.node_id, ready=self._ready)
+        self._task = asyncio.create_task(self._beat_forever(), name="membership")
+
+    def set_ready(self, ready: bool) -> None:
+        """Readiness is told at once, not at the next beat."""
+        self._ready = ready
+        self._beat_now.set()
+
+    async def leave(self) -> None:
+        """Deregister; a registry that is not there will see the silence."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        try:
+            await self._registry.deregister(self._registration.node_id)
+        except NodeUnreachable:
+            log.warning("left_without_registry")
+
+    async def _beat_forever(self) -> None:
+        pause_s = self._registration.ttl_s / _BEATS_PER_TTL
+        while True:
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._beat_now.wait()
+            except TimeoutError:
+                pass
+            self._beat_now.clear()
+            try:
+                await self._registry.heartbeat(self._registration.node_id, ready=self._ready)
+                pause_s = self._registration.ttl_s / _BEATS_PER_TTL
+            except NotFound:
+                log.warning("registering_again")
+                pause_s = await self._register_again()
+            except NodeUnreachable:
+                pause_s = _RETRY_S
+
+    async def _register_again(self) -> float:
+        try:
+            await self._registry.register(self._registration)
+        except NodeUnreachable:
+            return _RETRY_S
+        return 0.0

@@ -1,0 +1,177 @@
+"""The placement service as a process: entry for the core side, policy admin, mesh view, host of the embedded
+registry, and the one that edge agents dial.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from grpc_health.v1 import health_pb2
+
+from mesh.http.app import create_app
+from mesh.http.server import HttpServer
+from mesh.identity.ca import NodeCredentials
+from mesh.identity.files import write_private
+from mesh.identity.place import Place, Role
+from mesh.identity.principal import AccessRole, Principal
+from mesh.identity.signing import NodeIdentity
+from mesh.identity.tenants import issue_key, new_tenant
+from mesh.process import announce_ready, prepare_state_folder, stop_signal
+from mesh.registry.open import EmbeddedSettings
+from mesh.registry.servicer import RegistryServicer
+from mesh.rpc.channel import node_channel
+from mesh.rpc.peer import peer_place
+from mesh.rpc.server import health_server, node_server
+from mesh.rpc.uplink.hub import UplinkHub
+from mesh.settings import Bootstrap, PlacementSettings, RegistryKind
+from mesh.telemetry.log import configure_log, get_logger
+from mesh.telemetry.metrics import Metrics
+from mesh.v1 import admin_pb2, admin_pb2_grpc, registry_pb2_grpc, uplink_pb2, uplink_pb2_grpc
+from placement.entry.front_door import FrontDoor, FrontDoorDeps
+from placement.entry.gateway import EntryGateway
+from placement.entry.intake import ServedModel, served_model
+from placement.entry.public import public_listener
+from placement.entry.salts import derive_salt
+from placement.service.admin import PoliciesServicer, TenantsServicer
+from placement.service.membership import Membership
+from placement.service.mesh_state import MeshState
+from placement.service.registrations import to_registration
+from placement.service.registry_choice import choose_registry
+from placement.service.site_config import SiteConfigSource
+from placement.service.stores import PolicyStore, TenantStore
+
+log = get_logger(__name__)
+_GRPC_GRACE_S = 1.0
+_REGISTRY_FILE = "registry.json"
+_COMMAND_TIMEOUT_S = 60.0
+
+
+async def serve(settings: PlacementSettings) -> None:
+    """Run until SIGTERM. Raises MeshError if it cannot start."""
+    credentials = NodeCredentials.load(settings.identity.folder)
+    place = credentials.place
+    identity = NodeIdentity(place, credentials)
+    configure_log(settings.log, node_id=place.node_id)
+    await asyncio.to_thread(prepare_state_folder, settings.state_folder)
+    async with AsyncExitStack() as stack:
+        models = await asyncio.to_thread(_models, settings)
+        node = node_server(str(settings.listeners.node), credentials)
+        file = settings.state_folder / _REGISTRY_FILE
+        registry = choose_registry(settings.registry, EmbeddedSettings(path=file))
+        await registry.start()
+        stack.push_async_callback(registry.close)
+
+        sites = SiteConfigSource()
+        policies = PolicyStore(registry, sites.changed)
+        tenants = TenantStore(registry, sites.changed)
+        for store in (policies, tenants):
+            await store.start()
+            stack.push_async_callback(store.close)
+        if settings.bootstrap is not None:
+            await _bootstrap(settings.bootstrap, tenants)
+
+        hub = UplinkHub(
+            lambda context: peer_place(context, mesh=place.mesh),
+            lease_s=settings.uplink.lease_s,
+            heartbeat_s=settings.uplink.heartbeat_s,
+        )
+        sites.attach(hub, policies, tenants)
+        state = MeshState(
+            place=place,
+            registry=registry,
+            hub=hub,
+            dial=lambda peer: node_channel(peer.address, credentials, peer.place),
+        )
+        await state.start()
+        stack.push_async_callback(state.close)
+        stack.callback(hub.close)
+
+        metrics = Metrics(node_id=place.node_id, role=Role.PLACEMENT.value)
+        door = FrontDoor(
+            FrontDoorDeps(
+                signer=identity,
+                world=state,
+                models=models,
+                policies=lambda: policies.book,
+                salt=lambda tenant, label, model: derive_salt(tenants.directory, tenant, label, model),
+                metrics=metrics,
+            )
+        )
+        public = public_listener(
+            settings.listeners.public,
+            credentials,
+            door=door,
+            source=state,
+            mover=_Mover(door, hub, place),
+            directory=lambda: tenants.directory,
+            more_services=("mesh.v1.Policies", "mesh.v1.Tenants"),
+        )
+        admin_pb2_grpc.add_PoliciesServicer_to_server(PoliciesServicer(policies, tenants), public.server)
+        admin_pb2_grpc.add_TenantsServicer_to_server(TenantsServicer(tenants), public.server)
+        uplink_pb2_grpc.add_UplinkServicer_to_server(hub, node.server)
+        if settings.registry.kind is RegistryKind.EMBEDDED:
+            registry_pb2_grpc.add_RegistryServicer_to_server(RegistryServicer(registry, place.mesh), node.server)
+        health, health_state = health_server(str(settings.listeners.health))
+        for listener in (node, public, health):
+            await listener.server.start()
+            stack.push_async_callback(listener.server.stop, _GRPC_GRACE_S)
+        gateway = EntryGateway(door, lambda: tenants.directory, metrics)
+        http = HttpServer(create_app(gateway), str(settings.listeners.http))
+        await http.start()
+        stack.push_async_callback(http.close)
+
+        address = str(settings.listeners.advertise or node.address)
+        registration = to_registration(place, address, (), ttl_s=settings.registry.ttl_s, health_address=health.address)
+        membership = Membership(registry, registration)
+        await membership.join()
+        stack.push_async_callback(membership.leave)
+        announce_ready(settings.state_folder, node_id=place.node_id, grpc=public.address, http=http.url, node=address)
+
+        await stop_signal()
+        membership.set_ready(False)
+        await health_state.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await door.drain(settings.drain_s)
+
+
+class _Mover:
+    """Moves a request that entered here, or tells the edge where it entered to. A request's id starts with its
+    entry's node id."""
+
+    def __init__(self, door: FrontDoor, hub: UplinkHub, place: Place) -> None:
+        self._door = door
+        self._hub = hub
+        self._place = place
+
+    async def migrate(self, principal: Principal, request: admin_pb2.MigrateRequest) -> admin_pb2.MigrateResponse:
+        entry, _, _ = request.request_id.partition(":")
+        if entry == self._place.node_id or not any(e.place.node_id == entry for e in self._hub.attached()):
+            return await self._door.migrate(principal, request)
+        scope = "" if principal.role >= AccessRole.OPERATOR else principal.tenant
+        command = uplink_pb2.Command(migrate=request, tenant=scope)
+        result = await self._hub.command(entry, command, timeout_s=_COMMAND_TIMEOUT_S)
+        return result.migrate
+
+
+def _models(settings: PlacementSettings) -> dict[str, ServedModel]:
+    return {file.id: served_model(file.id, file.path) for file in settings.models}
+
+
+async def _bootstrap(bootstrap: Bootstrap, tenants: TenantStore) -> None:
+    """The first tenant and its keys, once: nothing happens if the tenant is there."""
+    if any(t.tenant == bootstrap.tenant for t in tenants.directory.tenants):
+        return
+    record, now = new_tenant(bootstrap.tenant), int(time.time())
+    api_key, tenant_record = issue_key(bootstrap.tenant, AccessRole.TENANT, created_unix_s=now)
+    admin_key, admin_record = issue_key(bootstrap.tenant, AccessRole.ADMIN, created_unix_s=now)
+    _write_keys(bootstrap.keys_file, api_key, admin_key)
+    await tenants.change(lambda d: d.with_tenant(record).with_key(tenant_record).with_key(admin_record))
+    log.info("bootstrapped", tenant=bootstrap.tenant)
+
+
+def _write_keys(file: Path, api_key: str, admin_key: str) -> None:
+    # Before the directory is stored: keys that nobody could ever read would be worse than a file of no use.
+    write_private(file, json.dumps({"api_key": api_key, "admin_key": admin_key}).encode())
