@@ -6,6 +6,7 @@ arrays and cost does not grow with Python objects.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum, IntFlag
 
@@ -35,8 +36,8 @@ class Reason(IntFlag):
     LABEL = 2  # policy does not allow the label there
     NOT_READY = 4  # disconnected, retired or unreachable
     DRAINING = 8
-    STALE = 16  # its load is older than the limit: counts as busy
-    CAPACITY = 32  # KV pool cannot take the request now
+    STALE = 16  # nothing was heard of its load for long; a little stale counts as busy
+    CAPACITY = 32  # its queue is full now, or its KV pool is and others wait for it already
     CONTEXT = 64  # prompt and output exceed its context
     WISH = 128  # the caller's placement wish excludes it
     UNREACHABLE_FROM_ENTRY = 256  # neither dialled nor attached
@@ -49,7 +50,7 @@ class Snapshot:
 
     `entry_row` is the entry's own engine (-1 for an entry without one, the placement service).
     `rtt_s` and `goodput_bytes_per_s` are from the entry to the node; between two other nodes the planner takes
-    the sum of round trips and the smaller goodput. NaN: not measured.
+    the sum of round trips and the smaller goodput. NaN: not measured. Speeds of 0: not measured.
     `models`: bool [n_nodes, n_models], columns named by `model_ids`.
     """
 
@@ -75,6 +76,7 @@ class Snapshot:
     rtt_s: FloatArray
     goodput_bytes_per_s: FloatArray
     cached_tokens: IntArray  # prefix hit of this request where known, else 0
+    made_s: float = math.nan  # the time, on the clock of `now_s`, at which `age_s` was true; NaN: now
 
     @property
     def n_nodes(self) -> int:

@@ -1,0 +1,101 @@
+"""The decision: (snapshot, request, policy, now, rng) -> Plan or Refusal. Filter, score, pick.
+
+Pure: the same inputs and seed give the same decision, and the order of nodes does not matter. Near-equal
+candidates are drawn from, so that a burst decided on one snapshot does not fall on one node. Fallbacks pass the
+same filters, policy and wish as the choice.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from mesh.errors import UnknownNode
+from placement.decide.filters import filter_nodes
+from placement.decide.refuse import group_refused, refusal
+from placement.decide.scores import node_times
+from placement.decide.settings import DEFAULTS, DecideSettings
+from placement.decide.types import Candidate, IntArray, PlacementRequest, Plan, PlanShape, Refusal, Snapshot
+from placement.decide.ways import find_ways, rank
+from placement.policy.model import DataKind, Policy
+
+_PAIRS = (PlanShape.SPLIT, PlanShape.OFFLOAD)
+
+
+def decide(
+    snapshot: Snapshot,
+    request: PlacementRequest,
+    policy: Policy,
+    *,
+    entry_site: str,
+    now_s: float,
+    rng: random.Random,
+    settings: DecideSettings = DEFAULTS,
+) -> Plan | Refusal:
+    """Where to run a request. `now_s` is on the clock of `snapshot.made_s`; `entry_site` is what policy calls own.
+
+    Raises InvalidRequest (label unknown to the policy), UnknownNode (the wish names a node that is not there)."""
+    if request.wish.node_id and snapshot.row_of(request.wish.node_id) < 0:
+        raise UnknownNode(f"no node {request.wish.node_id[:64]!r} in the mesh", field="placement.node_id")
+    filtered = filter_nodes(snapshot, request, policy, entry_site=entry_site, now_s=now_s, settings=settings)
+    free = filtered.run == 0
+    ways = find_ways(snapshot, request, run=free, wished=filtered.wished, kv_allowed=filtered.kv_allowed)
+    times = node_times(snapshot, request, policy.prices, filtered.age_s, settings)
+    candidates = rank(ways, snapshot, times, request, settings, _tie_rank(snapshot, rng))
+    if not candidates:
+        return refusal(snapshot, request, policy, filtered)
+    choice = _pick(candidates, rng, settings)
+    ranked = (choice, *(c for c in candidates if c is not choice))
+    return Plan(
+        choice=choice,
+        fallbacks=_fallbacks(ranked, settings) if policy.fallback else (),
+        candidates=ranked,
+        refused=group_refused(snapshot, request, filtered),
+        rule=_rule(choice, request, policy, entry_site),
+        policy_version=policy.version,
+        codec=settings.codec,
+    )
+
+
+def _tie_rank(snapshot: Snapshot, rng: random.Random) -> IntArray:
+    """A drawn order of the nodes that does not depend on the order of rows."""
+    by_id = np.argsort(np.array([place.node_id for place in snapshot.places], dtype=np.str_), kind="stable")
+    order = np.empty(snapshot.n_nodes, dtype=np.int64)
+    order[by_id] = np.random.default_rng(rng.getrandbits(64)).permutation(snapshot.n_nodes)
+    return order
+
+
+def _pick(candidates: list[Candidate], rng: random.Random, settings: DecideSettings) -> Candidate:
+    """One of those that are as good as the best; single nodes before pairs, which have more that can fail."""
+    limit = candidates[0].cost_s * (1.0 + settings.near_best_ratio)
+    near = [c for c in candidates if c.cost_s <= limit]
+    near = [c for c in near if c.shape not in _PAIRS] or near
+    return near[rng.randrange(len(near))]
+
+
+def _fallbacks(ranked: tuple[Candidate, ...], settings: DecideSettings) -> tuple[Candidate, ...]:
+    """The best others, one for each set of nodes; at least one shares no node with the choice, if any does."""
+    used, chosen = {_nodes(ranked[0])}, []
+    for candidate in ranked[1:]:
+        if _nodes(candidate) not in used:
+            used.add(_nodes(candidate))
+            chosen.append(candidate)
+    apart = [c for c in chosen if not _nodes(c) & _nodes(ranked[0])]
+    kept = chosen[: settings.fallbacks]
+    if apart and apart[0] not in kept:
+        kept[-1] = apart[0]
+    return tuple(kept)
+
+
+def _nodes(candidate: Candidate) -> frozenset[str]:
+    return frozenset((candidate.prefill.node_id, candidate.decode.node_id))
+
+
+def _rule(choice: Candidate, request: PlacementRequest, policy: Policy, entry_site: str) -> str:
+    """Names of the rules that allowed it, prefill side first."""
+    names = [
+        policy.allows(request.label, place, entry_site=entry_site, kind=DataKind.PROMPT)
+        for place in (choice.prefill, choice.decode)
+    ]
+    return " + ".join(dict.fromkeys(name for name in names if name is not None))

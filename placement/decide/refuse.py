@@ -1,0 +1,108 @@
+"""Why there is no plan, and who was refused for what: groups by reason, and the one message that a person reads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from placement.decide.filters import PASSING, Filtered, reasons
+from placement.decide.types import BoolArray, IntArray, PlacementRequest, Reason, Refusal, Refused, Snapshot, Wish
+from placement.decide.ways import find_ways
+from placement.policy.model import DataKind, Policy
+
+_NAMED_NODES = 8
+_WORDS = {
+    Reason.MODEL: "does not serve the model",
+    Reason.LABEL: "not allowed for the label",
+    Reason.NOT_READY: "not ready",
+    Reason.DRAINING: "draining",
+    Reason.STALE: "not heard of for too long",
+    Reason.CAPACITY: "full",
+    Reason.CONTEXT: "prompt and output exceed its context",
+    Reason.WISH: "not what the placement wish asks for",
+    Reason.UNREACHABLE_FROM_ENTRY: "not reachable from this entry",
+    Reason.EXCLUDED: "failed this request before",
+}
+
+
+def in_words(reason: Reason) -> str:
+    """The reason as a person would say it."""
+    return _WORDS[reason]
+
+
+def all_bits(snapshot: Snapshot, request: PlacementRequest, filtered: Filtered) -> IntArray:
+    """Reason bits of every node, the wish included, shape [n_nodes]; 0 for those that play a part in some way."""
+    bits = filtered.run.copy()
+    if request.wish != Wish():
+        part = _parts(snapshot, request, filtered, filtered.run == 0)
+        bits[~part & (~filtered.wished | (bits == 0))] |= Reason.WISH.value
+    return bits
+
+
+def group_refused(snapshot: Snapshot, request: PlacementRequest, filtered: Filtered) -> tuple[Refused, ...]:
+    """Refused nodes by reason, in the order of Reason; a node counts for each of its reasons."""
+    bits = all_bits(snapshot, request, filtered)
+    groups = []
+    for reason in Reason:
+        names = sorted(snapshot.places[i].node_id for i in np.flatnonzero(bits & reason.value))
+        if names:
+            groups.append(Refused(reason=reason, count=len(names), node_ids=tuple(names[:_NAMED_NODES])))
+    return tuple(groups)
+
+
+def refusal(snapshot: Snapshot, request: PlacementRequest, policy: Policy, filtered: Filtered) -> Refusal:
+    """Why no way is free: the wish against policy, no room, nodes that are down, or none that ever could."""
+    run = filtered.run
+    would = _parts(snapshot, request, filtered, (run & ~PASSING.value) == 0)
+    waiting = sorted(snapshot.places[i].node_id for i in np.flatnonzero(would & (run != 0)))
+    overloaded = bool(_parts(snapshot, request, filtered, (run & ~Reason.CAPACITY.value) == 0).any())
+    denied = not would.any() and request.wish != Wish() and _policy_is_in_the_way(snapshot, request, filtered)
+    refused = group_refused(snapshot, request, filtered)
+    rule = ", ".join(r.name for r in policy.rules_of(request.label, DataKind.PROMPT))
+    allowed = f"policy allows label {request.label} at {policy.explain_rules(request.label, DataKind.PROMPT)}"
+    if overloaded:
+        message = f"no room now at {_list(waiting)}, back off; {allowed}"
+    elif would.any():
+        states = [f"{node_id} ({_why(snapshot, run, node_id)})" for node_id in waiting]
+        message = f"no node can take the request now: {_list(states)} would do; {allowed}"
+    elif denied:
+        message = f"the placement wish ({_wish_words(request.wish)}) asks for what policy forbids: {allowed}"
+    else:
+        counts = ", ".join(f"{r.count} {in_words(r.reason)}" for r in refused) or "it has no nodes"
+        message = f"no node of the mesh could serve the request: {counts}; {allowed}"
+    return Refusal(
+        permanent=not would.any(),
+        denied=denied,
+        rule=rule,
+        missing=tuple(waiting),
+        refused=refused,
+        message=message,
+        overloaded=overloaded,
+    )
+
+
+def _parts(snapshot: Snapshot, request: PlacementRequest, filtered: Filtered, run: BoolArray) -> BoolArray:
+    ways = find_ways(snapshot, request, run=run, wished=filtered.wished, kv_allowed=filtered.kv_allowed)
+    return ways.nodes(snapshot.n_nodes)
+
+
+def _policy_is_in_the_way(snapshot: Snapshot, request: PlacementRequest, filtered: Filtered) -> bool:
+    lawless = (filtered.run & ~(PASSING | Reason.LABEL).value) == 0
+    everywhere = np.ones(snapshot.n_nodes, dtype=np.bool_)
+    ways = find_ways(snapshot, request, run=lawless, wished=filtered.wished, kv_allowed=everywhere)
+    return bool(ways.nodes(snapshot.n_nodes).any())
+
+
+def _why(snapshot: Snapshot, run: IntArray, node_id: str) -> str:
+    return ", ".join(in_words(reason) for reason in reasons(int(run[snapshot.row_of(node_id)])))
+
+
+def _wish_words(wish: Wish) -> str:
+    tier = wish.tier.value if wish.tier is not None else ""
+    shape = wish.shape.name.lower() if wish.shape is not None else ""
+    parts = (("shape", shape), ("tier", tier), ("site", wish.site), ("node", wish.node_id))
+    return ", ".join(f"{name} {value}" for name, value in parts if value)
+
+
+def _list(names: list[str]) -> str:
+    more = len(names) - _NAMED_NODES
+    return ", ".join(names[:_NAMED_NODES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,67 @@
+"""The few numbers that placement assumes where nothing was measured, and its limits. In one place, with reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecideSettings:
+    """Defaults are pessimistic: what is not measured must not look better than what is."""
+
+    busy_after_s: float = 5.0
+    """Load older than this counts as busy. Nodes report at least every second; a few may be lost."""
+
+    stale_after_s: float = 60.0
+    """Load older than this refuses the node. The entry's own engine is never stale."""
+
+    busy_wait_s: float = 2.0
+    """Wait assumed at a node whose load is stale, or whose KV pool is full while its queue is short."""
+
+    full_queue: int = 64
+    """A node with this many waiting requests takes no more: backpressure instead of an endless queue."""
+
+    short_queue: int = 8
+    """With a full KV pool, only this many wait for it."""
+
+    prefill_tokens_per_s: float = 50.0
+    """Prefill speed of a node that measured none: a small model on one CPU core."""
+
+    decode_tokens_per_s: float = 2.0
+    """Decode speed of a node that measured none."""
+
+    rtt_s: float = 0.25
+    """Round trip to a node where none was measured: another continent."""
+
+    goodput_bytes_per_s: float = 1.25e6
+    """Goodput to a node where none was measured: 10 Mbit/s."""
+
+    chunk_tokens: int = 256
+    """Tokens of a KV chunk: what is still to be sent when prefill is done."""
+
+    transfer_round_trips: float = 2.0
+    """Round trips of a KV transfer before its first byte (open, offer) and after its last (commit)."""
+
+    batch_cost_ratio: float = 0.1
+    """How much each running sequence slows the decoding of one more."""
+
+    late_cost_ratio: float = 4.0
+    """Seconds of cost for each second that a prediction misses the caller's latency wish or deadline."""
+
+    near_best_ratio: float = 0.02
+    """Candidates within this of the best are tied; one is drawn, so that a burst does not hit one node."""
+
+    prefill_nodes: int = 8
+    """At most this many core nodes are tried as the prefill side of pairs, the fastest for this prompt first."""
+
+    candidates_per_shape: int = 16
+    """At most this many candidates of each shape are ranked and told of."""
+
+    codec: str = "f16"
+    """Codec of KV that moves; f16 loses nothing between engines that hold f16."""
+
+    fallbacks: int = 4
+    """At most this many fallbacks."""
+
+
+DEFAULTS = DecideSettings()

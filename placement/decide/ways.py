@@ -1,0 +1,125 @@
+"""The ways in which a set of nodes can run a request: single nodes, and pairs with a KV move between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.decide.scores import NodeTimes, Predicted, score_offload, score_single, score_split
+from placement.decide.settings import DecideSettings
+from placement.decide.types import BoolArray, Candidate, IntArray, PlacementRequest, PlanShape, Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ways:
+    """Rows that may play each part, as row numbers. Pairs need both of their parts."""
+
+    local: IntArray
+    core: IntArray
+    split: tuple[IntArray, IntArray]  # prefill, decode
+    offload: tuple[IntArray, IntArray]  # start, then
+
+    def nodes(self, n_nodes: int) -> BoolArray:
+        """Nodes that play a part in some way, shape [n_nodes]."""
+        part = np.zeros(n_nodes, dtype=np.bool_)
+        part[self.local] = part[self.core] = True
+        for first, then in (self.split, self.offload):
+            if len(first) and len(then):
+                part[first] = part[then] = True
+        return part
+
+
+def find_ways(
+    snapshot: Snapshot, request: PlacementRequest, *, run: BoolArray, wished: BoolArray, kv_allowed: BoolArray
+) -> Ways:
+    """Ways over the nodes of `run`, ending at nodes of `wished`, moving KV only to nodes of `kv_allowed`.
+
+    An edge entry pairs the core with its own engine only; it has no link to other sites."""
+    edge, shape = snapshot.tier_edge, request.wish.shape
+    paired = edge.copy()
+    if snapshot.entry_row >= 0 and edge[snapshot.entry_row]:
+        paired &= np.arange(snapshot.n_nodes) == snapshot.entry_row
+    movable = run & kv_allowed & wished if request.prompt_tokens > 1 else np.zeros_like(run)
+
+    def rows(mask: BoolArray, *shapes: PlanShape) -> IntArray:
+        return np.flatnonzero(mask) if shape in (None, *shapes) else np.zeros(0, dtype=np.int64)
+
+    return Ways(
+        local=rows(run & wished & edge, PlanShape.LOCAL),
+        core=rows(run & wished & ~edge, PlanShape.CORE),
+        split=(rows(run & ~edge, PlanShape.SPLIT), rows(movable & paired, PlanShape.SPLIT)),
+        offload=(rows(run & paired, PlanShape.OFFLOAD), rows(movable & ~edge, PlanShape.OFFLOAD)),
+    )
+
+
+def rank(
+    ways: Ways,
+    snapshot: Snapshot,
+    times: NodeTimes,
+    request: PlacementRequest,
+    settings: DecideSettings,
+    tie_rank: IntArray,
+) -> list[Candidate]:
+    """Scored candidates, best first; the best few of each shape. `tie_rank` [n_nodes] orders equals."""
+    single = score_single(times, request, settings)
+    found = [
+        *_best_singles(PlanShape.LOCAL, ways.local, single, snapshot, settings, tie_rank),
+        *_best_singles(PlanShape.CORE, ways.core, single, snapshot, settings, tie_rank),
+    ]
+    for shape, (first, then), score in (
+        (PlanShape.SPLIT, ways.split, score_split),
+        (PlanShape.OFFLOAD, ways.offload, score_offload),
+    ):
+        if len(first) and len(then):
+            soonest = np.lexsort((tie_rank[first], times.wait_s[first] + times.prefill_s[first]))
+            first = first[soonest[: settings.prefill_nodes]]
+            predicted = score(snapshot, times, request, first, then, settings)
+            found.extend(_best_pairs(shape, first, then, predicted, snapshot, settings, tie_rank))
+    order = {place.node_id: int(r) for place, r in zip(snapshot.places, tie_rank, strict=True)}
+    found.sort(key=lambda c: (c.cost_s, c.shape.value, order[c.decode.node_id], order[c.prefill.node_id]))
+    return found
+
+
+def _best_singles(
+    shape: PlanShape,
+    rows: IntArray,
+    single: Predicted,
+    snapshot: Snapshot,
+    settings: DecideSettings,
+    tie_rank: IntArray,
+) -> Iterator[Candidate]:
+    best = np.lexsort((tie_rank[rows], single.cost_s[rows]))[: settings.candidates_per_shape]
+    for i in rows[best]:
+        yield _candidate(shape, snapshot, int(i), int(i), single, (i,))
+
+
+def _best_pairs(
+    shape: PlanShape,
+    first: IntArray,
+    then: IntArray,
+    predicted: Predicted,
+    snapshot: Snapshot,
+    settings: DecideSettings,
+    tie_rank: IntArray,
+) -> Iterator[Candidate]:
+    at_first, at_then = (a.ravel() for a in np.indices(predicted.cost_s.shape))
+    keys = (tie_rank[first][at_first], tie_rank[then][at_then], predicted.cost_s.ravel())
+    for k in np.lexsort(keys)[: settings.candidates_per_shape]:
+        i, j = at_first[k], at_then[k]
+        if np.isfinite(predicted.cost_s[i, j]):
+            yield _candidate(shape, snapshot, int(first[i]), int(then[j]), predicted, (i, j))
+
+
+def _candidate(
+    shape: PlanShape, snapshot: Snapshot, prefill: int, decode: int, predicted: Predicted, at: tuple[np.intp, ...]
+) -> Candidate:
+    return Candidate(
+        shape=shape,
+        prefill=snapshot.places[prefill],
+        decode=snapshot.places[decode],
+        cost_s=float(predicted.cost_s[at]),
+        ttft_s=float(predicted.ttft_s[at]),
+        total_s=float(predicted.total_s[at]),
+    )
