@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-import structlog
-
 from mesh.errors import Draining
 from mesh.node.engine import Engine, RunId
 from mesh.node.host_checks import check_run
@@ -19,8 +17,9 @@ from mesh.node.host_ledger import Ledger, Phase
 from mesh.node.host_runs import HostRun
 from mesh.node.legs import Clock, Signer
 from mesh.node.port import BorderGuard, RunOrder
+from mesh.telemetry.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class Desk:

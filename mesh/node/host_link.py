@@ -22,6 +22,7 @@ class Link:
     def __init__(self, stream: FrameStream, *, idle_timeout_s: float) -> None:
         self._stream = stream
         self._idle_timeout_s = idle_timeout_s
+        self._aborted = False
         self.peer_place = stream.peer_place
 
     async def send(self, frame: HostFrame) -> None:
@@ -50,7 +51,10 @@ class Link:
             raise NodeUnreachable(f"node {node} did not go on for {self._idle_timeout_s:g} s", node=node) from exc
 
     async def abort(self, error: BaseException) -> None:
-        """Tell the peer why it failed; best effort and short."""
+        """Tell the peer why it failed, once; best effort and short."""
+        if self._aborted:
+            return
+        self._aborted = True
         if isinstance(error, asyncio.CancelledError):
             error = Cancelled("the transfer was cancelled")
         elif not isinstance(error, MeshError):
@@ -87,6 +91,9 @@ class Inbox:
                 if reader.done():
                     reader.result()
                 raise
+        except BaseException as exc:
+            await self._link.abort(exc)  # now: ending the reader may end the stream
+            raise
         finally:
             for task in (worker, reader):
                 task.cancel()

@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import structlog
-
 from mesh.errors import Cancelled, Expired, InvalidRequest, MeshError, PolicyDenied, Unauthenticated
 from mesh.node.host_checks import check_model
 from mesh.node.host_desk import Desk
@@ -21,8 +19,9 @@ from mesh.node.host_link import Link
 from mesh.node.host_sources import HeldSource, MovingSource, PrefillSource, Source, shippable_tokens
 from mesh.node.host_transfer import TransferParts, receive, send
 from mesh.node.port import KvDirection, KvOrder, KvReport
+from mesh.telemetry.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class Moves:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-import structlog
-
 from mesh.errors import Cancelled, Expired, Internal, MeshError
 from mesh.node.engine import Engine, Finished, Held, Prefilled, RunEvent, RunSpec, Tokens
 from mesh.node.host_ledger import Entry, Ledger
 from mesh.node.legs import Clock, Leg, LegKind, LegOutcome
 from mesh.node.port import RunOrder
+from mesh.telemetry.log import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class HostRun:

@@ -1,0 +1,134 @@
+"""mesh.v1.Node over a NodeHost: what other nodes may ask of this one.
+
+Errors leave as MeshErrors; mesh.rpc's interceptor turns them into statuses. Who calls is read from the caller's
+certificate by the function that is given in; every RPC is for nodes of the same mesh only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+import grpc.aio
+
+from mesh.errors import InvalidRequest, NodeUnreachable, PolicyDenied
+from mesh.identity.place import Place
+from mesh.node import wire_bounds as bounds
+from mesh.node.engine import RunId
+from mesh.node.host import NodeHost
+from mesh.node.host_frames import HostFrame, KvOpen
+from mesh.node.wire import event_to_wire, load_to_wire, order_from_wire, place_to_wire
+from mesh.node.wire_kv import frame_from_wire, frame_to_wire
+from mesh.v1 import node_pb2, node_pb2_grpc
+
+MAX_PROBE_BYTES = 1 << 20
+_LOAD_PERIOD_S = 1.0
+_LOAD_PAUSE_S = 0.05  # changes that come closer than this are told together
+
+PeerPlace = Callable[[grpc.aio.ServicerContext], Place]
+
+
+class NodeServicer(node_pb2_grpc.NodeServicer):
+    """See the module's docstring. `peer_place` raises Unauthenticated where there is no certificate of a node."""
+
+    def __init__(self, host: NodeHost, peer_place: PeerPlace) -> None:
+        self._host = host
+        self._peer_place = peer_place
+
+    async def Run(
+        self, request: node_pb2.RunRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[node_pb2.RunResponse]:
+        self._caller(context)
+        async with aclosing(self._host.run(order_from_wire(request.order))) as events:
+            async for event in events:
+                yield node_pb2.RunResponse(event=event_to_wire(event))
+
+    async def Release(
+        self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
+    ) -> node_pb2.ReleaseResponse:
+        self._caller(context)
+        await self._host.release(RunId(bounds.name("run_id", request.run_id)))
+        return node_pb2.ReleaseResponse()
+
+    async def TransferKv(
+        self, request_iterator: AsyncIterator[node_pb2.TransferKvRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        stream = _ServedStream(self._caller(context), request_iterator, context)
+        opening = await stream.recv()
+        if not isinstance(opening, KvOpen):
+            raise InvalidRequest("a KV transfer starts with an open frame", field="frame")
+        await self._host.serve_transfer(opening, stream)
+
+    async def GetInfo(
+        self, request: node_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> node_pb2.GetInfoResponse:
+        self._caller(context)
+        return node_pb2.GetInfoResponse(
+            place=place_to_wire(self._host.place),
+            build=self._host.info.build,
+            clock_unix_s=self._host.clock.unix_s(),
+        )
+
+    async def WatchLoad(
+        self, request: node_pb2.WatchLoadRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[node_pb2.WatchLoadResponse]:
+        self._caller(context)
+        while True:
+            # Asked for before the load is read: a change that falls between is told next.
+            change = asyncio.create_task(self._host.wait_change())
+            try:
+                load = await self._host.load()
+                yield node_pb2.WatchLoadResponse(load=load_to_wire(load, draining=self._host.draining))
+                await asyncio.sleep(_LOAD_PAUSE_S)
+                await asyncio.wait((change,), timeout=_LOAD_PERIOD_S - _LOAD_PAUSE_S)
+            finally:
+                change.cancel()
+
+    async def Probe(self, request: node_pb2.ProbeRequest, context: grpc.aio.ServicerContext) -> node_pb2.ProbeResponse:
+        self._caller(context)
+        bounds.at_most("payload", len(request.payload), MAX_PROBE_BYTES)
+        return node_pb2.ProbeResponse(
+            payload=bytes(bounds.at_most("reply_bytes", request.reply_bytes, MAX_PROBE_BYTES))
+        )
+
+    def _caller(self, context: grpc.aio.ServicerContext) -> Place:
+        place = self._peer_place(context)
+        if place.mesh != self._host.place.mesh:
+            raise PolicyDenied(
+                f"node RPCs are for nodes of mesh {self._host.place.mesh!r}, the caller is of {place.mesh!r}",
+                rule="node_mesh",
+                node=place.node_id,
+            )
+        return place
+
+
+class _ServedStream:
+    """The dialled side's end of TransferKv as a FrameStream."""
+
+    def __init__(
+        self,
+        peer_place: Place,
+        requests: AsyncIterator[node_pb2.TransferKvRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        self.peer_place = peer_place
+        self._requests = requests
+        self._context = context
+
+    async def send(self, frame: HostFrame) -> None:
+        try:
+            await self._context.write(node_pb2.TransferKvResponse(frame=frame_to_wire(frame)))
+        except grpc.aio.BaseError as exc:
+            raise self._gone() from exc
+
+    async def recv(self) -> HostFrame:
+        try:
+            request = await anext(self._requests)
+        except (grpc.aio.BaseError, StopAsyncIteration) as exc:
+            raise self._gone() from exc
+        return frame_from_wire(request.frame)
+
+    def _gone(self) -> NodeUnreachable:
+        node = self.peer_place.node_id
+        return NodeUnreachable(f"node {node} ended the KV transfer's stream", node=node)
