@@ -1,0 +1,158 @@
+"""MeshClient for programs without asyncio: the same methods, blocking, over a private event loop in a thread.
+
+with SyncMeshClient("127.0.0.1:7000", api_key) as mesh:
+    print(mesh.complete("Once upon a time", max_tokens=64).text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Generator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar, Unpack
+
+from mesh.client import MeshClient
+from mesh.client_types import Completion, Event, Options, Prompt
+from mesh.v1 import admin_pb2, inference_pb2
+
+T = TypeVar("T")
+_INTERRUPT_WAIT_S: Final = 5.0
+
+
+class SyncMeshClient:
+    """See MeshClient for what each method does. May be used from several threads."""
+
+    def __init__(
+        self, address: str, api_key: str, *, ca_file: Path | str | None = None, reconnect_s: float = 20.0
+    ) -> None:
+        """As MeshClient. Raises InvalidRequest."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvmesh-client", daemon=True)
+        self._thread.start()
+
+        async def connect() -> MeshClient:
+            return MeshClient(address, api_key, ca_file=ca_file, reconnect_s=reconnect_s)
+
+        try:
+            self._client = self._run(connect())
+        except BaseException:
+            self._stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection and end the thread. Idempotent."""
+        if not self._loop.is_closed():
+            self._run(self._client.close())
+            self._stop()
+
+    def generate(
+        self, prompt: Prompt, *, resume: bool = True, **options: Unpack[Options]
+    ) -> Generator[Event, None, None]:
+        """Closing the generator ends the request."""
+        events = self._client.generate(prompt, resume=resume, **options)
+        try:
+            while (event := self._run(_next(events))) is not None:
+                yield event
+        finally:
+            self._run(events.aclose())
+
+    def complete(self, prompt: Prompt, *, resume: bool = True, **options: Unpack[Options]) -> Completion:
+        """The whole answer."""
+        return self._run(self._client.complete(prompt, resume=resume, **options))
+
+    def explain(self, prompt: Prompt, **options: Unpack[Options]) -> inference_pb2.ExplainResponse:
+        """The plan without running it."""
+        return self._run(self._client.explain(prompt, **options))
+
+    def tokenize(self, prompt: Prompt, *, model: str = "") -> list[int]:
+        """Token ids."""
+        return self._run(self._client.tokenize(prompt, model=model))
+
+    def models(self) -> list[inference_pb2.ModelInfo]:
+        """Models."""
+        return self._run(self._client.models())
+
+    def abort(self, request_id: str) -> bool:
+        """End a request."""
+        return self._run(self._client.abort(request_id))
+
+    def snapshot(self) -> admin_pb2.Snapshot:
+        """All nodes."""
+        return self._run(self._client.snapshot())
+
+    def migrate(self, request_id: str, *, node_id: str = "", tier: str = "") -> admin_pb2.MigrateResponse:
+        """Move a request."""
+        return self._run(self._client.migrate(request_id, node_id=node_id, tier=tier))
+
+    def put_policy(self, tenant: str, yaml: str, *, expected_version: int | None = None) -> int:
+        """Store a policy."""
+        return self._run(self._client.put_policy(tenant, yaml, expected_version=expected_version))
+
+    def get_policy(self, tenant: str) -> admin_pb2.StoredPolicy:
+        """A tenant's policy."""
+        return self._run(self._client.get_policy(tenant))
+
+    def list_policies(self) -> list[admin_pb2.StoredPolicy]:
+        """All policies."""
+        return self._run(self._client.list_policies())
+
+    def delete_policy(self, tenant: str) -> None:
+        """Remove a policy."""
+        self._run(self._client.delete_policy(tenant))
+
+    def validate_policy(self, yaml: str) -> list[admin_pb2.PolicyProblem]:
+        """Problems of a policy document."""
+        return self._run(self._client.validate_policy(yaml))
+
+    def create_tenant(self, tenant: str) -> None:
+        """Add a tenant."""
+        self._run(self._client.create_tenant(tenant))
+
+    def list_tenants(self) -> list[admin_pb2.Tenant]:
+        """All tenants."""
+        return self._run(self._client.list_tenants())
+
+    def issue_key(self, tenant: str, *, role: str = "tenant") -> admin_pb2.IssueKeyResponse:
+        """A new API key."""
+        return self._run(self._client.issue_key(tenant, role=role))
+
+    def revoke_key(self, key_id: str) -> None:
+        """Revoke a key."""
+        self._run(self._client.revoke_key(key_id))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        ended = threading.Event()
+
+        async def tracked() -> T:
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            # A KeyboardInterrupt here must end the call there, and what comes next must find it ended.
+            future.cancel()
+            ended.wait(_INTERRUPT_WAIT_S)
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _next(events: AsyncGenerator[Event, None]) -> Event | None:
+    return await anext(events, None)
