@@ -103,11 +103,12 @@ def kv_order(
     token_ids: tuple[int, ...],
     source: KvSource,
     target: str = "target",
+    address: str = "memory",
     **changes: Any,
 ) -> KvOrder:
     values: dict[str, Any] = {
         "context": context_of(), "transfer_id": f"t-{target}", "direction": direction,
-        "peer": Peer(address="memory", place=peer), "source": source, "target": RunId(target),
+        "peer": Peer(address=address, place=peer), "source": source, "target": RunId(target),
         "token_ids": token_ids, "max_tokens": 1000, "codec": "f16",
     }  # fmt: skip
     return KvOrder(**{**values, **changes})
