@@ -13,7 +13,6 @@ again.
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -35,9 +34,7 @@ from mesh.registry.types import NodesView, RegisteredNode, Registration, Value
 CALL_TIMEOUT_S = 5.0
 WAIT_S = 4.0
 """Of a blocking query. Below REPEAT_S, so that a view that repeats is also one that is fresh."""
-_READ_BACK_S = 5.0
-_MIN_PERIOD_S = 0.05  # between two queries of a watch, whatever Consul answers
-_UNCHANGED_PAUSE_S = 1.0  # after an answer that came early and brought nothing: a known way to spin
+_READ_BACK_S, _READ_BACK_PERIOD_S = 5.0, 0.05
 
 T = TypeVar("T")
 
@@ -54,17 +51,15 @@ class ConsulRegistry:
         prefix: str = "kvmesh",
         token: str | None = None,
         deregister_after_s: float | None = None,
-        rng: random.Random | None = None,
     ) -> None:
         check_name("prefix", prefix)
         self._agent = HostPort.parse(address)
         self._prefix = prefix
         self._token = token
         self._deregister_after_s = deregister_after_s
-        self._rng = rng or random.Random()
         self._client: consul.Consul | None = None
         self._calls: CallThread | None = None
-        self._nodes: Follower[NodesView] = Follower(self._node_views, name="nodes", rng=self._rng)
+        self._nodes: Follower[NodesView] = Follower(self._node_views, name="nodes")
         self._followers: set[Follower[tuple[Value, ...]]] = set()
 
     async def start(self) -> None:
@@ -93,7 +88,7 @@ class ConsulRegistry:
                     f"have service:write on {wire.service_name(self._prefix)!r}?",
                     node="consul",
                 )
-            await asyncio.sleep(_MIN_PERIOD_S)
+            await asyncio.sleep(_READ_BACK_PERIOD_S)
 
     async def heartbeat(self, node_id: str, *, ready: bool) -> None:
         check_name("node_id", node_id)
@@ -162,9 +157,7 @@ class ConsulRegistry:
 
     async def watch_values(self, prefix: str) -> AsyncIterator[tuple[Value, ...]]:
         check_prefix(prefix)
-        follower: Follower[tuple[Value, ...]] = Follower(
-            lambda: self._value_states(prefix), name=f"values {prefix}", rng=self._rng
-        )
+        follower: Follower[tuple[Value, ...]] = Follower(lambda: self._value_states(prefix), name=f"values {prefix}")
         self._followers.add(follower)
         last: tuple[Value, ...] | None = None
         try:
@@ -199,9 +192,8 @@ class ConsulRegistry:
                 answered, state = await _run(thread, client, query(index))
                 yield int(answered), state
                 following = wire.next_index(index, answered)
-                took_s = time.monotonic() - asked_s
-                nothing_new = following == index and took_s < WAIT_S / 2
-                await asyncio.sleep(_UNCHANGED_PAUSE_S if nothing_new else max(_MIN_PERIOD_S - took_s, 0.0))
+                changed = following is None or following != index
+                await asyncio.sleep(wire.pause_s(changed=changed, took_s=time.monotonic() - asked_s, wait_s=WAIT_S))
                 index = following
         finally:
             thread.close()

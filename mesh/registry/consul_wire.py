@@ -20,6 +20,8 @@ from mesh.registry.types import Health, RegisteredNode, Registration, Value
 
 _TTL_TAG, _HEALTH_TAG = "ttl_s=", "health="
 _ALIVE_INTERVAL_S = 2.0
+_MIN_PERIOD_S = 0.05
+_EARLY_PAUSE_S = 1.0
 
 
 def service_name(prefix: str) -> str:
@@ -99,6 +101,14 @@ def next_index(current: int | None, answered: str) -> int | None:
     is none."""
     index = int(answered)
     return None if index <= 0 or (current is not None and index < current) else index
+
+
+def pause_s(*, changed: bool, took_s: float, wait_s: float) -> float:
+    """How long to wait before the next blocking query, so that a watch never spins, whatever Consul answers: a
+    burst of changes is taken at 20 a second, and an answer that came early but brought no new index is suspicious."""
+    if not changed and took_s < wait_s / 2:
+        return _EARLY_PAUSE_S
+    return max(_MIN_PERIOD_S - took_s, 0.0)
 
 
 def translate(error: Exception) -> MeshError | None:

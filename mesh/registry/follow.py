@@ -31,11 +31,11 @@ class Follower(Generic[T]):
     the log."""
 
     def __init__(
-        self, source: Callable[[], AsyncGenerator[T, None]], *, name: str, rng: random.Random | None = None
+        self, source: Callable[[], AsyncGenerator[T, None]], *, name: str, backoff: FullJitter | None = None
     ) -> None:
         self._source = source
         self._name = name
-        self._backoff = FullJitter(rng or random.Random())
+        self._backoff = backoff or FullJitter(random.Random())
         self._changed = Signal()
         self._latest: tuple[T] | None = None  # a tuple, since T may be None
         self._failure: MeshError | None = None

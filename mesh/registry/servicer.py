@@ -1,7 +1,8 @@
 """The Registry RPCs over any Registry: the placement service serves its embedded one to core nodes with it.
 
 Who calls is read from the certificate: core and placement nodes only, a node changes its own registration only,
-values are for placement nodes only (they hold tenants' secrets). An edge gets what its site needs over its uplink.
+values are for placement nodes only (they hold tenants'
+secrets), but for policies, which core nodes may read. An edge gets what its site needs over its uplink.
 Goes on a mesh.rpc.server.node_server, whose interceptor maps the errors.
 """
 
@@ -23,6 +24,10 @@ from mesh.v1 import registry_pb2_grpc as pb_grpc
 PLACE_META = "place"
 """Meta key under which a registration may carry its place URI. Here it is held to the certificate; wherever it was
 read, dialling with mesh.rpc.channel.node_channel(expect=...) proves it."""
+
+
+OPEN_TO_CORE = "policies/"
+"""Prefix of the values that core nodes may read."""
 
 
 class RegistryServicer(pb_grpc.RegistryServicer):
@@ -67,7 +72,7 @@ class RegistryServicer(pb_grpc.RegistryServicer):
     async def ListValues(
         self, request: pb.ListValuesRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListValuesResponse:
-        self._placement(context)
+        self._reader(context, request.prefix)
         values = await self._registry.list_values(request.prefix)
         return pb.ListValuesResponse(values=wire.values_to_pb(values))
 
@@ -85,7 +90,7 @@ class RegistryServicer(pb_grpc.RegistryServicer):
     async def WatchValues(
         self, request: pb.WatchValuesRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.WatchValuesResponse]:
-        self._placement(context)
+        self._reader(context, request.prefix)
         async with aclosing(self._registry.watch_values(request.prefix)) as states:  # type: ignore[type-var]
             async for values in states:
                 yield pb.WatchValuesResponse(values=wire.values_to_pb(values))
@@ -94,6 +99,11 @@ class RegistryServicer(pb_grpc.RegistryServicer):
         place = peer_place(context, mesh=self._mesh)
         require_role(place, {Role.CORE, Role.PLACEMENT}, what)
         return place
+
+    def _reader(self, context: grpc.aio.ServicerContext, prefix: str) -> None:
+        """Core nodes read policies, which their border guards need; everything else is for placement nodes."""
+        roles = {Role.CORE, Role.PLACEMENT} if prefix.startswith(OPEN_TO_CORE) else {Role.PLACEMENT}
+        require_role(peer_place(context, mesh=self._mesh), roles, "the value store")
 
     def _placement(self, context: grpc.aio.ServicerContext) -> None:
         require_role(peer_place(context, mesh=self._mesh), {Role.PLACEMENT}, "the value store")

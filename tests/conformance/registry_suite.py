@@ -23,12 +23,15 @@ PATIENCE_S = 30.0
 class Harness(Protocol):
     """One registry and a way to it."""
 
-    can_be_lost: bool  # stop() and start() work: the registry is elsewhere
-    durable: bool  # it comes back with what it had
-
     async def connect(self, node_id: str) -> Registry:
         """A started client that may act for `node_id`; the harness closes it."""
         ...
+
+
+class OutageHarness(Harness, Protocol):
+    """One that can be taken away. `durable`: it comes back with what it had."""
+
+    durable: bool
 
     async def stop(self) -> None: ...
 
@@ -65,6 +68,22 @@ def healths(view: NodesView) -> dict[str, Health]:
 
 
 PASSING, CRITICAL = Health.PASSING, Health.CRITICAL
+
+BAD_REGISTRATIONS: tuple[dict[str, Any], ...] = (
+    {"node_id": ""},
+    {"node_id": "a/b"},
+    {"address": "no-port"},
+    {"address": "host:port"},
+    {"health_address": "127.0.0.1"},
+    {"ttl_s": 0.0},
+    {"ttl_s": float("nan")},
+    {"meta": {"": "x"}},
+    {"meta": {"a b": "x"}},
+    {"meta": {"k" * 129: "x"}},
+    {"meta": {"consul-x": "x"}},
+    {"meta": {"k": "é" * 257}},
+    {"meta": {f"k{i}": "" for i in range(65)}},
+)
 
 
 class RegistryConformance:
@@ -145,28 +164,11 @@ class RegistryConformance:
             for views in (first, second):
                 await until(views, lambda view: list(healths(view)) == ["core-1"])
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"node_id": ""},
-            {"node_id": "a/b"},
-            {"address": "no-port"},
-            {"address": "host:port"},
-            {"health_address": "127.0.0.1"},
-            {"ttl_s": 0.0},
-            {"ttl_s": float("nan")},
-            {"meta": {"": "x"}},
-            {"meta": {"a b": "x"}},
-            {"meta": {"k" * 129: "x"}},
-            {"meta": {"consul-x": "x"}},
-            {"meta": {"k": "é" * 257}},
-            {"meta": {f"k{i}": "" for i in range(65)}},
-        ],
-    )
-    async def test_bad_registrations_are_refused(self, harness: Harness, changes: dict[str, Any]) -> None:
-        registry = await harness.connect(changes.get("node_id") or "core-1")
-        with pytest.raises(InvalidRequest):
-            await registry.register(node(**changes))
+    async def test_bad_registrations_are_refused(self, harness: Harness) -> None:
+        registry = await harness.connect("core-1")
+        for changes in BAD_REGISTRATIONS:
+            with pytest.raises(InvalidRequest):
+                await registry.register(node(**changes))
         assert (await registry.nodes()).nodes == ()
 
     async def test_the_most_meta(self, harness: Harness) -> None:
@@ -278,9 +280,13 @@ class RegistryConformance:
             assert [state async for state in views] == []
             assert [state async for state in values] == []
 
-    async def test_a_registry_that_is_gone_leaves_its_last_view(self, harness: Harness, short_repeat: None) -> None:
-        if not harness.can_be_lost:
-            pytest.skip("it lives in this process")
+
+class OutageConformance(RegistryConformance):
+    """The same for a registry that is elsewhere, and what happens while it is gone."""
+
+    async def test_a_registry_that_is_gone_leaves_its_last_view(
+        self, harness: OutageHarness, short_repeat: None
+    ) -> None:
         registry = await harness.connect("core-1")
         await registry.register(node())
         await registry.heartbeat("core-1", ready=True)
@@ -322,9 +328,7 @@ class RegistryConformance:
             await registry.put("policies/a", b"2")
             await until(values, lambda state: [each.value for each in state] == [b"2"])
 
-    async def test_a_watch_may_start_before_the_registry_does(self, harness: Harness) -> None:
-        if not harness.can_be_lost:
-            pytest.skip("it lives in this process")
+    async def test_a_watch_may_start_before_the_registry_does(self, harness: OutageHarness) -> None:
         await harness.stop()
         registry = await harness.connect("core-1")
         async with aclosing(registry.watch()) as views:

@@ -32,9 +32,6 @@ def place(node_id: str, role: Role = Role.PLACEMENT) -> Place:
 class EmbeddedHarness:
     """The embedded registry itself: every client is the same object."""
 
-    can_be_lost = False
-    durable = True
-
     def __init__(self, path: Path | None) -> None:
         self._registry = EmbeddedRegistry(path)
         self._started = False
@@ -45,11 +42,6 @@ class EmbeddedHarness:
             await self._registry.start()
         return self._registry
 
-    async def stop(self) -> None:
-        raise AssertionError("it lives in this process")
-
-    start = stop
-
     async def close(self) -> None:
         await self._registry.close()
 
@@ -57,7 +49,6 @@ class EmbeddedHarness:
 class RemoteHarness:
     """The embedded registry behind a node listener, over mutual TLS."""
 
-    can_be_lost = True
     durable = True
 
     def __init__(self, authority: CertificateAuthority, path: Path) -> None:
@@ -88,8 +79,7 @@ class RemoteHarness:
         return self._authority.issue(place(node_id, role))
 
     async def connect(self, node_id: str, role: Role = Role.PLACEMENT) -> Registry:
-        # A node id that no certificate can carry is refused by the client before it is asked who it is.
-        credentials = self.credentials("core-1" if "/" in node_id else node_id, role)
+        credentials = self.credentials(node_id, role)
         client = RemoteRegistry(lambda: node_channel(self.address, credentials, Role.PLACEMENT))
         await client.start()
         self._clients.append(client)
@@ -104,7 +94,6 @@ class RemoteHarness:
 class ConsulHarness:
     """A real agent. It forgets everything on a restart, as -dev does."""
 
-    can_be_lost = True
     durable = False
 
     def __init__(self, agent: ConsulAgent) -> None:

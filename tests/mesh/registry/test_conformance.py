@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.registry_suite import RegistryConformance
+from tests.conformance.registry_suite import OutageConformance, RegistryConformance
 from tests.consul_fixture import ConsulAgent
 from tests.mesh.registry.conftest import ConsulHarness, EmbeddedHarness, RemoteHarness
 
@@ -22,7 +22,7 @@ class TestEmbedded(RegistryConformance):
         await harness.close()
 
 
-class TestRemote(RegistryConformance):
+class TestRemote(OutageConformance):
     """The embedded one over mutual TLS."""
 
     @pytest.fixture
@@ -31,7 +31,7 @@ class TestRemote(RegistryConformance):
 
 
 @pytest.mark.consul
-class TestConsul(RegistryConformance):
+class TestConsul(OutageConformance):
     """A real Consul agent."""
 
     @pytest.fixture
