@@ -30,8 +30,6 @@ from mesh.v1 import uplink_pb2_grpc
 
 ATTACH_TIMEOUT_S = 10.0
 """From dialling to the lease."""
-STOP_TIMEOUT_S = 2.0
-"""For what still has to be said when the agent stops."""
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +95,9 @@ class UplinkAgent:
         if self._main is None:
             self._main = asyncio.create_task(self._keep_connected(), name="uplink-agent")
 
-    async def stop(self) -> None:
-        """Cancel open orders (the hub is told Draining), leave, close the channel. Idempotent."""
+    async def stop(self, timeout_s: float = 2.0) -> None:
+        """Cancel open orders (the hub is told Draining), leave, close the channel; after `timeout_s` without more
+        words. Idempotent."""
         self._stopping.set()
         main, self._main = self._main, None
         if main is None:
@@ -106,7 +105,7 @@ class UplinkAgent:
         try:
             if self._session is None:
                 main.cancel()
-            await asyncio.wait([main], timeout=STOP_TIMEOUT_S)
+            await asyncio.wait([main], timeout=timeout_s)
         finally:
             main.cancel()
         await asyncio.wait([main])
@@ -132,7 +131,7 @@ class UplinkAgent:
 
     async def _one_session(self) -> None:
         channel = self._dial()
-        call = uplink_pb2_grpc.UplinkStub(channel).Attach()  # type: ignore[no-untyped-call]
+        call = uplink_pb2_grpc.UplinkStub(channel).Attach()
         try:
             session = await self._attach(call)
             attached_s = self._clock.monotonic()

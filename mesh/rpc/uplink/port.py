@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from mesh.errors import Internal, MeshError, StalePlan
 from mesh.identity.place import Place
@@ -32,7 +32,7 @@ class UplinkPort:
         """Empty: an edge node only dials out."""
         return ""
 
-    async def run(self, order: RunOrder) -> AsyncIterator[PortEvent]:
+    async def run(self, order: RunOrder) -> AsyncGenerator[PortEvent, None]:
         """See NodePort.run. Raises NodeUnreachable or LeaseLost when the session ends under it."""
         session = self._session()
         opened = await session.order(lambda work_id: wire.run_to_wire(work_id, order))

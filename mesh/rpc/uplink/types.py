@@ -6,7 +6,7 @@ and does not look inside.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,7 +78,7 @@ class UplinkHost(Protocol):
         """It takes nothing new."""
         ...
 
-    def run(self, order: RunOrder) -> AsyncIterator[PortEvent]:
+    def run(self, order: RunOrder) -> AsyncGenerator[PortEvent, None]:
         """As NodePort.run: closing the iterator cancels the run."""
         ...
 

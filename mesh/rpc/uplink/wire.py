@@ -11,9 +11,10 @@ import math
 from google.protobuf.message import Message
 
 from mesh.errors import Internal, InvalidRequest, MeshError, RevisionMismatch, by_reason
+from mesh.node import wire as node_wire
+from mesh.node import wire_kv
 from mesh.node.engine import EngineLoad
 from mesh.node.port import KvOrder, KvReport, PortEvent, RunOrder
-from mesh.rpc.uplink import node_wire
 from mesh.rpc.uplink.types import MAX_MODELS, PROTOCOL, AgentFacts
 from mesh.v1 import node_pb2, uplink_pb2
 
@@ -96,14 +97,14 @@ def order_from_wire(order: node_pb2.RunOrder) -> RunOrder:
 
 def move_to_wire(work_id: int, order: KvOrder) -> uplink_pb2.AttachResponse:
     """Order to move KV."""
-    opening, address, place = node_wire.kv_order_to_wire(order)
+    opening, address, place = wire_kv.kv_order_to_wire(order)
     move = uplink_pb2.WorkMoveKv(work_id=work_id, open=opening, peer_address=address, peer_place=place)
     return uplink_pb2.AttachResponse(move_kv=move)
 
 
 def move_from_wire(move: uplink_pb2.WorkMoveKv) -> KvOrder:
     """What a WorkMoveKv asks for."""
-    return node_wire.kv_order_from_wire(move.open, move.peer_address, move.peer_place)
+    return wire_kv.kv_order_from_wire(move.open, move.peer_address, move.peer_place)
 
 
 def event_to_wire(work_id: int, event: PortEvent) -> uplink_pb2.AttachRequest:
@@ -119,7 +120,7 @@ def event_from_wire(event: node_pb2.RunEvent) -> PortEvent:
 
 def moved_to_wire(work_id: int, report: KvReport) -> uplink_pb2.AttachRequest:
     """The good end of a move."""
-    result = uplink_pb2.WorkResult(work_id=work_id, kv_report=node_wire.report_to_wire(report))
+    result = uplink_pb2.WorkResult(work_id=work_id, kv_report=wire_kv.report_to_wire(report))
     return uplink_pb2.AttachRequest(work_result=result)
 
 
@@ -132,7 +133,7 @@ def failed_to_wire(work_id: int, error: MeshError) -> uplink_pb2.AttachRequest:
 def result_from_wire(result: uplink_pb2.WorkResult, node_id: str) -> KvReport | None:
     """What a move did; None if the result says nothing but that the order ended. Raises the order's error."""
     raise_error(result.error_reason, result.error_message, node_id)
-    return node_wire.report_from_wire(result.kv_report) if result.HasField("kv_report") else None
+    return wire_kv.report_from_wire(result.kv_report) if result.HasField("kv_report") else None
 
 
 def answer_to_wire(

@@ -117,7 +117,8 @@ class FakeHost:
         self.moves: list[KvOrder] = []
         self.cancelled: list[str] = []
         self.released: list[str] = []
-        self.tokens_made = 0
+        self.ids_per_event = 1
+        self.events_made = 0
         self.draining = False
         self.changed = asyncio.Event()
 
@@ -134,8 +135,8 @@ class FakeHost:
                 return
             for token_id in range(order.sampling.max_tokens):
                 await self.gate.wait()
-                self.tokens_made += 1
-                yield PortTokens((token_id,))
+                self.events_made += 1
+                yield PortTokens((token_id,) * self.ids_per_event)
             yield PortFinished(reason=FinishReason.LENGTH, stop_string=None, leg=LEG)
         except (asyncio.CancelledError, GeneratorExit):
             self._note(self.cancelled, order.run_id)

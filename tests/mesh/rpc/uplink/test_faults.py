@@ -393,7 +393,7 @@ class TestStop:
         async with mesh() as m, behind_a_link(m) as (site, link):
             await running(m, site)
             link.stall()
-            await site.agent.stop()
+            await site.agent.stop(timeout_s=0.1)
             assert site.host.running == 0
             link.resume()
 
