@@ -7,7 +7,6 @@ waiting cannot mend (not allowed, not authenticated, a bad request) ends the tas
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from typing import Generic, TypeVar
 from mesh.errors import Code, MeshError
 from mesh.registry.signal import Signal, wait_for_event
 from mesh.rpc.uplink.backoff import FullJitter
+from mesh.telemetry.log import get_logger
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ _FATAL = frozenset(
     {Code.INVALID_ARGUMENT, Code.UNAUTHENTICATED, Code.PERMISSION_DENIED, Code.NOT_FOUND, Code.UNIMPLEMENTED}
 )
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class Follower(Generic[T]):
@@ -73,23 +73,23 @@ class Follower(Generic[T]):
                 async with aclosing(self._source()) as states:
                     async for state in states:
                         if lost:
-                            log.info("registry is back: following=%s", self._name)
+                            log.info("registry_back", name=self._name)
                         lost = False
                         self._backoff.reset()
                         self._latest = (state,)
                         self._changed.fire()
-                reason = "its stream ended"
+                cause = "its stream ended"
             except MeshError as error:
                 if error.code in _FATAL:
-                    log.error("registry refuses: following=%s reason=%s %s", self._name, error.reason, error.message)
+                    log.error("registry_refuses", name=self._name, reason=error.reason, cause=error.message)
                     self._failure = error
                     self._changed.fire()
                     return
-                reason = error.message
+                cause = error.message
             except Exception:
-                log.exception("following a registry failed by a bug: following=%s", self._name)
-                reason = "a bug"
+                log.exception("registry_following_failed_by_bug", name=self._name)
+                cause = "a bug"
             if not lost:
-                log.warning("registry is gone, the last view stays in use: following=%s why=%s", self._name, reason)
+                log.warning("registry_gone", name=self._name, cause=cause)
             lost = True
             await asyncio.sleep(self._backoff.next_s())

@@ -9,7 +9,6 @@ precisely.
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -22,6 +21,7 @@ from grpc_status import rpc_status
 
 from mesh.errors import Internal, InvalidRequest, MeshError, Retry, by_code, by_reason
 from mesh.rpc.around import AroundInterceptor
+from mesh.telemetry.log import get_logger
 
 DOMAIN = "kvmesh"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -34,7 +34,7 @@ _MAX_MESSAGE_BYTES = 1024
 _MAX_DETAILS_BYTES = 2048
 _DEFAULT_RETRY_AFTER_S = 1.0
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def to_status(error: MeshError) -> status_pb2.Status:
@@ -75,7 +75,7 @@ class ErrorInterceptor(AroundInterceptor):
             await abort_with(context, error)
         except Exception:
             error_id = uuid.uuid4().hex[:12]
-            log.exception("rpc failed by a bug: method=%s error_id=%s", method, error_id)
+            log.exception("rpc_failed_by_bug", method=method, error_id=error_id)
             await abort_with(
                 context,
                 Internal(f"internal error; the node's log has it as error_id {error_id}", error_id=error_id),

@@ -28,6 +28,7 @@ TEXT_FIELDS = frozenset(
         "mesh", "role", "tier", "site", "region", "jurisdiction", "node", "node_id", "peer", "source", "target",
         "source_node_id", "target_node_id", "from_node_id", "to_node_id", "address", "listener", "registry",
         # what
+        "method", "error_id",
         "request_id", "run_id", "transfer_id", "key_id", "model", "model_id", "tenant", "label", "rule", "shape",
         "state", "codec", "direction", "kind", "cause", "outcome", "reason", "error", "error_type", "effect",
         # the process

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
+from structlog.testing import capture_logs
 
 from mesh.errors import (
     Internal,
@@ -84,16 +84,16 @@ async def test_every_class_keeps_its_identity_on_every_kind_of_rpc(serve: Serve,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_bug_is_internal_logged_and_not_told(serve: Serve, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    channel = await serve(handlers_raising(ZeroDivisionError("a secret")), [ErrorInterceptor()])
-    with caplog.at_level(logging.ERROR), pytest.raises(Internal) as caught, translate_rpc_errors():
+async def test_a_bug_is_internal_logged_and_not_told(serve: Serve, kind: str) -> None:
+    bug = ZeroDivisionError("a secret")
+    channel = await serve(handlers_raising(bug), [ErrorInterceptor()])
+    with capture_logs() as lines, pytest.raises(Internal) as caught, translate_rpc_errors():
         await call(channel, kind)
     assert "a secret" not in caught.value.message
-    (record,) = [record for record in caplog.records if record.name == "mesh.rpc.errors"]
-    assert record.exc_info is not None
-    assert record.exc_info[0] is ZeroDivisionError
-    assert caught.value.details["error_id"] in record.getMessage()
-    assert kind in record.getMessage()
+    (line,) = lines
+    assert (line["event"], line["log_level"], line["exc_info"]) == ("rpc_failed_by_bug", "error", True)
+    assert line["error_id"] == caught.value.details["error_id"]
+    assert line["method"] == f"/test.Service/{kind}"
 
 
 async def test_a_handlers_own_abort_is_left_alone(serve: Serve) -> None:
