@@ -6,7 +6,7 @@ NodeUnreachable.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -149,7 +149,7 @@ class NodePort(Protocol):
         """Where its node listener can be dialled; empty for a node that only dials out."""
         ...
 
-    def run(self, order: RunOrder) -> AsyncIterator[PortEvent]:
+    def run(self, order: RunOrder) -> AsyncGenerator[PortEvent, None]:
         """Ends with PortFinished or PortHeld, or raises. Closing the iterator cancels the run at the node."""
         ...
 

@@ -29,7 +29,7 @@ def to_registration(
     """A node's registration. At most eight models: meta has 64 pairs."""
     meta = {"place": place.uri, "protocol": "1"}
     for i, model in enumerate(models):
-        meta.update({f"model.{i}.{field}": str(getattr(model, field)) for field in _MODEL_FIELDS})
+        meta.update({f"model-{i}-{field}": str(getattr(model, field)) for field in _MODEL_FIELDS})
     return Registration(node_id=place.node_id, address=address, meta=meta, ttl_s=ttl_s, health_address=health_address)
 
 
@@ -40,8 +40,8 @@ def from_registration(registration: Registration, *, mesh: str) -> tuple[Place, 
     if place.mesh != mesh or place.node_id != registration.node_id:
         raise InvalidRequest(f"registration {registration.node_id!r} claims the place of another node", field="place")
     models: list[ModelFacts] = []
-    while f"model.{len(models)}.model_id" in meta:
-        prefix = f"model.{len(models)}."
+    while f"model-{len(models)}-model_id" in meta:
+        prefix = f"model-{len(models)}-"
         try:
             models.append(
                 ModelFacts(

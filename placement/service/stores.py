@@ -20,7 +20,7 @@ from placement.policy.book import PolicyBook
 from placement.policy.model import parse_policy
 
 log = get_logger(__name__)
-POLICY_PREFIX = "policies/"
+POLICY_PREFIX = "policies/"  # also what the registry lets core nodes read
 TENANTS_KEY = "tenants"
 _CAS_ATTEMPTS = 8
 OnChange = Callable[[], None]
