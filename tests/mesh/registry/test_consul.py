@@ -12,6 +12,7 @@ from consul import exceptions
 from grpc_health.v1 import health_pb2
 
 from mesh.errors import InvalidRequest, MeshError, NodeUnreachable, NotFound, PolicyDenied, RevisionMismatch
+from mesh.registry import consul as consul_module
 from mesh.registry import consul_wire as wire
 from mesh.registry.consul import ConsulRegistry
 from mesh.registry.types import Health
@@ -156,6 +157,22 @@ async def test_services_are_there_for_people_to_see(consul_agent: ConsulAgent) -
         await other.heartbeat("core-1", ready=True)
     await registry.close()
     await other.close()
+
+
+@pytest.mark.consul
+async def test_a_registration_that_is_not_listed_is_an_error(
+    consul_agent: ConsulAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a token that may not write the service: Consul says yes all the same."""
+    registry = ConsulRegistry(consul_agent.address)
+    await registry.start()
+    client = registry._client
+    assert client is not None
+    monkeypatch.setattr(client.agent.service, "register", lambda **arguments: True)
+    monkeypatch.setattr(consul_module, "_READ_BACK_S", 0.0)
+    with pytest.raises(NodeUnreachable, match="does not list it"):
+        await registry.register(node())
+    await registry.close()
 
 
 @pytest.mark.consul
