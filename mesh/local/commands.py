@@ -29,8 +29,8 @@ HttpPort = Annotated[int, typer.Option(min=0, max=65535, help="Port of the core 
 Consul = Annotated[str, typer.Option(metavar="HOST:PORT", help="Use this Consul agent as the registry.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add both commands."""
+def register_up(app: typer.Typer) -> None:
+    """Add `kvmesh up`."""
 
     @app.command("up")
     def up_command(
@@ -54,6 +54,18 @@ def register(app: typer.Typer) -> None:
             edge_threads=edge_threads, grpc_port=grpc_port, http_port=http_port, consul=consul,
         )  # fmt: skip
         raise typer.Exit(asyncio.run(up(plan, as_json=as_json)))
+
+
+def register_demo(app: typer.Typer) -> None:
+    """Add `kvmesh demo`."""
+
+    @app.command("demo")
+    def demo_command(as_json: AsJson = False, device: Device = "cpu", state: State = STATE / "demo") -> None:
+        """A six-step tour on a mesh of its own: a core node and two sites, real model, real moves."""
+        from mesh.local.demo import demo
+
+        plan = make_plan(core=1, edge="paris,osaka", state=state, model=DEMO_MODEL, device=device)
+        raise typer.Exit(asyncio.run(demo(plan, as_json=as_json)))
 
 
 def make_plan(

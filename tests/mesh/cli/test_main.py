@@ -130,7 +130,7 @@ def test_entry_points_of_missing_extras_are_not_shown(
 def test_this_installation_declares_its_commands() -> None:
     entry_points = Distribution.from_name("kvmesh").entry_points
     names = {e.name for e in entry_points if e.group == "kvmesh.commands"}
-    assert {"client", "bench", "doctor", "local", "placement", "core", "edge"} <= names
+    assert {"client", "bench", "doctor", "up", "demo", "placement", "core", "edge"} <= names
 
 
 def settings_app(seen: list[EdgeSettings]) -> Entry:
