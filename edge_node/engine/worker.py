@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from edge_node.engine.arena import Arena
@@ -152,13 +153,10 @@ def _read_frames(sock: socket.socket, inbox: Inbox) -> None:
 def _load(start: Start, arena_fd: int) -> tuple[EngineCore, Arena, BlobLayout]:
     """Load the model. Raises errors of mesh.errors."""
     layout = BlobLayout(n_layers=start.n_layers, n_kv_heads=start.n_kv_heads, head_dim=start.head_dim)
-    backend = LlamaBackend(
-        model_path=Path(start.model_path),
-        n_threads=start.n_threads,
-        n_ctx_tokens=start.n_ctx_tokens,
-        n_sequences=start.max_sequences,
-        max_step_tokens=start.max_step_tokens,
-    )
+    with ThreadPoolExecutor(1) as aside:  # the vocabulary is read while llama.cpp reads the weights
+        tokenizer_later = aside.submit(load_tokenizer, Path(start.model_path))
+        backend = _load_backend(start)
+        tokenizer = tokenizer_later.result()
     probe_layout(backend, layout, start.vocab_size)
     limits = CoreLimits(
         capacity_tokens=start.n_ctx_tokens,
@@ -168,7 +166,6 @@ def _load(start: Start, arena_fd: int) -> tuple[EngineCore, Arena, BlobLayout]:
         max_step_tokens=start.max_step_tokens,
         max_waiting=start.max_waiting,
     )
-    tokenizer = load_tokenizer(Path(start.model_path))
     core = EngineCore(
         backend,
         layout,
@@ -178,6 +175,16 @@ def _load(start: Start, arena_fd: int) -> tuple[EngineCore, Arena, BlobLayout]:
         clock=time.perf_counter,
     )
     return core, Arena(arena_fd, start.slot_bytes), layout
+
+
+def _load_backend(start: Start) -> LlamaBackend:
+    return LlamaBackend(
+        model_path=Path(start.model_path),
+        n_threads=start.n_threads,
+        n_ctx_tokens=start.n_ctx_tokens,
+        n_sequences=start.max_sequences,
+        max_step_tokens=start.max_step_tokens,
+    )
 
 
 def main(socket_fd: int, arena_fd: int) -> None:
