@@ -12,6 +12,7 @@ from mesh.identity.place import Place, Role, Tier
 from mesh.settings import (
     Bootstrap,
     CoreEngine,
+    CoreListeners,
     CoreSettings,
     EdgeEngine,
     EdgeSettings,
@@ -76,10 +77,14 @@ class LocalPlan:
     grpc_port: int = 0
     http_port: int = 0
     consul: HostPort | None = None
+    core_node: HostPort = _LOOPBACK  # node listener of the one core node ...
+    core_advertise: HostPort | None = None  # ... and where others reach it, if a link lies in between
 
     def __post_init__(self) -> None:
         if not 0 <= self.cores <= 64:
             raise InvalidRequest(f"core nodes: 0 to 64, got {self.cores}", field="core")
+        if self.core_advertise is not None and self.cores > 1:
+            raise InvalidRequest("only a single core node can be reached at another address", field="core_advertise")
         if self.cores + len(self.sites) == 0:
             raise InvalidRequest("a mesh needs at least one core node or edge site", field="core")
         names = [site.name for site in self.sites]
@@ -129,6 +134,7 @@ class LocalPlan:
             return CoreSettings(
                 identity=identity, state_folder=folder / "state", registry=registry, drain_s=_DRAIN_S,
                 placement=peer, model=model, engine=engine,
+                listeners=CoreListeners(node=self.core_node, advertise=self.core_advertise),
             )  # fmt: skip
         return EdgeSettings(
             identity=identity, state_folder=folder / "state", registry=registry, drain_s=_DRAIN_S,

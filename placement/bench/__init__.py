@@ -1,0 +1,1 @@
+"""Benchmarks of what placement brings about on a running mesh: handovers and moves."""
