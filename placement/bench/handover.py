@@ -80,18 +80,19 @@ class Handover:
 
 async def _time(bed: Testbed, tokens: int, mbit: int, rounds: int, rng: random.Random) -> Mapping[str, Cell]:
     edge = bed.edges["osaka"]
-    local, split, moved = [], [], []
+    ttft_s: dict[str, list[float]] = {"local": [], "split": []}
+    moved: list[int] = []
     for number in range(rounds):
         shapes = ("local", "split") if number % 2 == 0 else ("split", "local")
         for shape in shapes:
             done = await edge.complete(_prompt(tokens, rng), shape=shape, max_tokens=2, temperature=0.0, label="public")
-            (local if shape == "local" else split).append(done.finish.ttft_s)
+            ttft_s[shape].append(done.finish.ttft_s)
             moved += [m.kv_wire_bytes for m in done.migrations]
     return {
         "prompt_tokens": tokens,
         "link": _link_name(mbit),
-        "local_ttft_s": round(statistics.median(local), 3),
-        "split_ttft_s": round(statistics.median(split), 3),
+        "local_ttft_s": round(statistics.median(ttft_s["local"]), 3),
+        "split_ttft_s": round(statistics.median(ttft_s["split"]), 3),
         "kv_wire_bytes": max(moved, default=0),
         "rounds": rounds,
     }
@@ -175,7 +176,7 @@ async def _text_prompts(client: MeshClient, context: BenchContext, count: int, r
     """Stretches of running text; by default Python's own documentation, which comes with Python."""
     file, size = context.text("text_file"), context.count("agreement_prompt_tokens")
     text = await asyncio.to_thread(_read, Path(file)) if file else "\n".join(topics.topics.values())
-    prompts = []
+    prompts: list[list[int]] = []
     while len(prompts) < count:
         start = rng.randrange(max(1, len(text) - 10 * size))
         ids = (await client.tokenize(text[start : start + 10 * size]))[:size]
