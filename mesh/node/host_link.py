@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from mesh.errors import Cancelled, Internal, InvalidRequest, MeshError, NodeUnreachable
-from mesh.kv.transfer_frames import Abort, Done, Frame
+from mesh.kv.transfer import Sender, State
+from mesh.kv.transfer_frames import Abort, Frame
 from mesh.node.host_frames import FrameStream, HostFrame, KvOpen
 
 _T = TypeVar("_T")
@@ -65,24 +66,28 @@ class Link:
 
 
 class Inbox:
-    """What the receiver says while the sender is busy: an Abort must not wait for the last chunk."""
+    """Gives what the receiver says to the sender's machine at once, while the sender is busy: an Abort, or a frame
+    that is out of order, must not wait for the last chunk."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, sender: Sender) -> None:
         self._link = link
-        self._frames: asyncio.Queue[Frame] = asyncio.Queue()
+        self._sender = sender
+        self._news = asyncio.Event()
 
-    async def expect(self) -> Frame:
-        """The receiver's next frame, which is due now."""
-        return await self._link.patiently(self._frames.get())
+    async def reached(self, state: State) -> None:
+        """Until the machine is in `state`, which is the receiver's turn to let happen."""
+        while self._sender.state is not state:
+            self._news.clear()
+            await self._link.patiently(self._news.wait())
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` to its end, or to the receiver's Abort or disappearance, whichever is first."""
+        """Run `work` to its end, or to the receiver's Abort, fault or disappearance, whichever is first."""
         worker = asyncio.create_task(work)
         reader = asyncio.create_task(self._read())
         try:
             await asyncio.wait((worker, reader), return_when=asyncio.FIRST_COMPLETED)
-            if not worker.done():
-                await reader  # raises what ended it, unless the last frame is in
+            if reader.done():
+                reader.result()  # raises, unless the last frame is in
             try:
                 return await worker
             except NodeUnreachable:
@@ -101,13 +106,9 @@ class Inbox:
             _retrieve(worker, reader)
 
     async def _read(self) -> None:
-        while True:
-            frame = await self._link.recv_sometime()
-            if isinstance(frame, Abort):
-                raise frame.error()
-            self._frames.put_nowait(frame)
-            if isinstance(frame, Done):
-                return
+        while self._sender.state is not State.DONE:
+            self._sender.receive(await self._link.recv_sometime())
+            self._news.set()
 
 
 def _retrieve(*tasks: asyncio.Task[Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
 
 from mesh.errors import Internal
 from mesh.identity.signing import SignedRecord
@@ -18,7 +19,7 @@ from mesh.kv.chunks import chunk_ranges, digest_of
 from mesh.kv.codecs import Codec, codec_named
 from mesh.kv.manifest import check_compatible, make_manifest
 from mesh.kv.slab import KvSlab
-from mesh.kv.transfer import Limits, Receiver, Sender
+from mesh.kv.transfer import Limits, Receiver, Sender, State
 from mesh.kv.transfer_frames import ChunkVerified, Committed, Offered
 from mesh.node.engine import Engine, ImportSpec, RunId
 from mesh.node.host_checks import check_import
@@ -28,6 +29,10 @@ from mesh.node.host_link import Inbox, Link
 from mesh.node.host_sources import Source
 from mesh.node.legs import Clock, Signer
 from mesh.node.port import BorderGuard, KvReport
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_INLINE_BYTES = 256 * 1024  # about a millisecond of encoding and hashing
 
 Free = Callable[[RunId], Awaitable[None]]
 
@@ -49,36 +54,36 @@ class TransferParts:
 async def send(parts: TransferParts, order: KvOpen, source: Source, link: Link) -> KvReport:
     """Ship a source to the peer. Raises what went wrong here or there; the peer has been told."""
     parts.guard.check_kv(order.context, link.peer_place)
-    inbox = Inbox(link)
-    return await inbox.guard(_Outgoing(parts, order, source, link, inbox).run())
+    outgoing = _Outgoing(parts, order, source, link)
+    return await outgoing.inbox.guard(outgoing.run())
 
 
 class _Outgoing:
     """One sending."""
 
-    def __init__(self, parts: TransferParts, order: KvOpen, source: Source, link: Link, inbox: Inbox) -> None:
+    def __init__(self, parts: TransferParts, order: KvOpen, source: Source, link: Link) -> None:
         self._parts = parts
         self._order = order
         self._source = source
         self._link = link
-        self._inbox = inbox
         self._codec = codec_named(order.codec)
+        self._sender = self._offering()
+        self.inbox = Inbox(link, self._sender)
         self._started_s = parts.clock.monotonic_s()
         self._first_chunk_s: float | None = None
 
     async def run(self) -> KvReport:
-        source = self._source
-        sender = self._offering()
+        source, sender = self._source, self._sender
         await self._link.send(sender.offer())
-        sender.receive(await self._inbox.expect())  # want
+        await self.inbox.reached(State.BETWEEN_CHUNKS)  # want is in
         last = False
         while not last:
             ready = await source.next(sender.position)
             last = ready.last
             for _, stop in chunk_ranges(sender.position, ready.stop):
-                await self._ship(sender, stop)
+                await self._ship(stop)
         await self._link.send(sender.commit(source.leg()))
-        sender.receive(await self._inbox.expect())  # done
+        await self.inbox.reached(State.DONE)
         return _report(
             self._order,
             tokens=sender.position,
@@ -102,10 +107,10 @@ class _Outgoing:
         )
         return Sender(manifest, max_tokens=order.max_tokens)
 
-    async def _ship(self, sender: Sender, stop: int) -> None:
-        entry = self._source.entry
+    async def _ship(self, stop: int) -> None:
+        entry, sender = self._source.entry, self._sender
         slab = await self._parts.engine.export_kv(entry.run_id, sender.position, stop)
-        data, digest = await asyncio.to_thread(_encode, self._codec, slab)
+        data, digest = await _computed(slab.n_bytes, _encode, self._codec, slab)
         for frame in sender.chunk(stop, data, digest=digest, prefix_hash=entry.names.prefix(stop)):
             await self._link.send(frame)
         entry.kv_out_bytes += len(data)
@@ -194,7 +199,7 @@ class _Incoming:
         return position
 
     async def _write(self, chunk: ChunkVerified) -> None:
-        slab = await asyncio.to_thread(self._decode, chunk)
+        slab = await _computed(len(chunk.data), self._decode, chunk)
         await self._parts.engine.write_kv(self._order.target, slab)
         self._prefix = chunk.prefix_hash
         self._entry.kv_in_bytes += len(chunk.data)
@@ -230,6 +235,14 @@ class _Incoming:
 
     def _elapsed_s(self) -> float:
         return self._parts.clock.monotonic_s() - self._started_s
+
+
+async def _computed(n_bytes: int, work: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """What `work` returns; off the event loop if it is long. The tail of a moving run is short, and a thread's
+    turn would cost it more than the work."""
+    if n_bytes <= _INLINE_BYTES:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def _encode(codec: Codec, slab: KvSlab) -> tuple[bytes, bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.kv.chunks import PrefixNames, chunk_ranges
@@ -12,6 +12,7 @@ from mesh.kv.hashing import block_hashes, prefix_hash
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=70)
 
 
+@settings(max_examples=50, deadline=None)
 @given(parts=st.lists(ids, max_size=4), salt=st.binary(max_size=40))
 def test_names_are_those_of_the_whole(parts: list[list[int]], salt: bytes) -> None:
     names, whole = PrefixNames("layout", salt), [i for part in parts for i in part]

@@ -54,6 +54,7 @@ def equal(a: KvSlab, b: KvSlab) -> bool:
     return a.dtype is b.dtype and a.k.tobytes() == b.k.tobytes() and a.v.tobytes() == b.v.tobytes()
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     dtype=st.sampled_from(list(KvDtype)),
     n_layers=st.integers(1, 3),
@@ -109,7 +110,7 @@ def test_q8_0_is_the_layout_of_ggml() -> None:
     assert np.frombuffer(data[36:], dtype=np.int8)[:4].tolist() == [-127, 64, -1, 0]
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(
     values=hnp.arrays(np.float32, (1, 2, 1, 32), elements=st.floats(-65504, 65504, width=32)),
     exponent=st.integers(-40, 0),

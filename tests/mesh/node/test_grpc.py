@@ -223,16 +223,19 @@ async def test_moves_in_mid_stream(over_grpc: GrpcPair, direction: KvDirection) 
     ports: list[NodePort] = [over_grpc.edge_port, over_grpc.core_port]
     source, target = ports if direction is PUSH else reversed(ports)
     for i in range(6):
-        ids, sampling, after = prompt(rng.randint(1, 300), seed=i), greedy(120), rng.randint(1, 80)
+        ids, after = prompt(rng.randint(1, 300), seed=i), rng.randint(1, 80)
         seen = Outcome()
-        task = asyncio.create_task(collect_port(source, run_order("r", ids, sampling=sampling), seen))
+        task = asyncio.create_task(collect_port(source, run_order("r", ids, sampling=greedy(600)), seen))
         await until(lambda seen=seen, after=after: len(seen.ids) >= after)  # type: ignore[misc]
         await move(over_grpc, direction, ids + seen.ids, KvSource(run_id=RunId("r"), pause=True))
         first = await task
         assert isinstance(first.last, PortHeld)
-        order = run_order("s", ids + first.ids, prompt_tokens=len(ids), sampling=sampling, kv_from=RunId("target"))
+        n_tokens = len(first.ids) + 10
+        order = run_order(
+            "s", ids + first.ids, prompt_tokens=len(ids), sampling=greedy(n_tokens), kv_from=RunId("target")
+        )
         rest = await collect_port(target, order)
-        assert first.ids + rest.ids == await undisturbed(ids, 120)
+        assert first.ids + rest.ids == await undisturbed(ids, n_tokens)
         await source.release(RunId("r"))
     await until_idle(over_grpc.core)
 

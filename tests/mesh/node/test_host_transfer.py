@@ -217,22 +217,21 @@ async def test_a_copy_of_a_running_run(pair: Pair) -> None:
     assert rest.ids == seen.ids[-10:]
 
 
-async def move_once(pair: Pair, direction: KvDirection, n_prompt: int, after: int, n_tokens: int = 150) -> None:
+async def move_once(pair: Pair, direction: KvDirection, n_prompt: int, after: int) -> None:
     """A run on the source, moved in mid-stream: no token lost, none twice, all as if undisturbed."""
     source, target = (pair.edge, pair.core) if direction is PUSH else (pair.core, pair.edge)
-    ids, sampling = prompt(n_prompt, seed=after), greedy(n_tokens)
+    ids = prompt(n_prompt, seed=after)
     seen = Outcome()
-    task = asyncio.create_task(collect(source, run_order("r", ids, sampling=sampling), seen))
+    task = asyncio.create_task(collect(source, run_order("r", ids, sampling=greedy(600)), seen))
     await until(lambda: len(seen.ids) >= after)
     known = ids + seen.ids
     report = await pair.move(direction, known, KvSource(run_id=RunId("r"), pause=True))
     first = await task
     assert isinstance(first.last, PortHeld)
     assert report.tokens == first.last.kv_tokens
-    rest = await collect(
-        target,
-        run_order("s", ids + first.ids, prompt_tokens=n_prompt, sampling=sampling, kv_from=RunId("target")),
-    )
+    n_tokens = len(first.ids) + 20
+    order = run_order("s", ids + first.ids, prompt_tokens=n_prompt, sampling=greedy(n_tokens), kv_from=RunId("target"))
+    rest = await collect(target, order)
     assert first.ids + rest.ids == await undisturbed(ids, n_tokens)
     prefilled = rest.events[0]
     assert isinstance(prefilled, PortPrefilled)

@@ -1,0 +1,624 @@
+"""KV transfers that go wrong between two NodeHosts: refusals, tampering, and peers that vanish at every step.
+
+After each, nothing is left at the target, the source still has what it had, and both sides know why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mesh.errors import (
+    AlreadyExists,
+    Cancelled,
+    Draining,
+    Expired,
+    InvalidRequest,
+    KvIncompatible,
+    MeshError,
+    NodeUnreachable,
+    NotFound,
+    Overloaded,
+    PayloadCorrupt,
+    PolicyDenied,
+    StalePlan,
+    Unauthenticated,
+    UnknownModel,
+)
+from mesh.kv.chunks import digest_of
+from mesh.kv.geometry import KvDtype
+from mesh.kv.transfer_frames import Abort, Chunk, Commit, Done, Offer, Piece, Want
+from mesh.node.engine import RunId
+from mesh.node.host import HostSettings, NodeHost
+from mesh.node.host_frames import HostFrame, KvOpen
+from mesh.node.port import KvDirection, KvSource, PortHeld
+from tests.fakes.fake_engine import GEOMETRY, FakeEngine
+from tests.fakes.fake_node import (
+    CORE,
+    EDGE,
+    FakeGuard,
+    FakeSigner,
+    MemoryNetwork,
+    MemoryStream,
+    Outcome,
+    collect,
+    context_of,
+    greedy,
+    kv_order,
+    place_of,
+    prompt,
+    run_order,
+    until,
+)
+
+PUSH, PULL = KvDirection.PUSH, KvDirection.PULL
+IDS = prompt(601)
+
+
+class Bench:
+    """A hold of 600 tokens at the source, a move of it, and what must be true after it failed."""
+
+    def __init__(self, direction: KvDirection) -> None:
+        self.direction = direction
+        self.network = MemoryNetwork()
+        self.engines: dict[str, FakeEngine] = {}
+        self.guards: dict[str, FakeGuard] = {}
+        self.edge, self.core = self.make(EDGE), self.make(CORE)
+        self.source, self.target = (self.edge, self.core) if direction is PUSH else (self.core, self.edge)
+
+    def make(self, place: Any, **engine: Any) -> NodeHost:
+        node = place.node_id
+        self.engines[node] = FakeEngine(**engine)
+        self.guards[node] = FakeGuard()
+        settings = HostSettings(idle_timeout_s=5.0)
+        host = NodeHost(self.engines[node], FakeSigner(place), self.guards[node], place, settings=settings)
+        self.network.add(host)
+        return host
+
+    def remake_target(self, **engine: Any) -> None:
+        place = self.target.place
+        self.target = self.make(place, **engine)
+        if place == EDGE:
+            self.edge = self.target
+        else:
+            self.core = self.target
+
+    @property
+    def source_engine(self) -> FakeEngine:
+        return self.engines[self.source.place.node_id]
+
+    @property
+    def target_engine(self) -> FakeEngine:
+        return self.engines[self.target.place.node_id]
+
+    def order(self, **changes: Any) -> Any:
+        values: dict[str, Any] = {"token_ids": IDS[:-1], "source": KvSource(run_id=RunId("h"))}
+        return kv_order(CORE, direction=self.direction, **{**values, **changes})
+
+    async def move(self, **changes: Any) -> Any:
+        return await self.edge.move_kv(self.order(**changes), self.network.dial_from(EDGE))
+
+    async def fails(self, error: type[MeshError] | tuple[type[MeshError], ...], **changes: Any) -> MeshError:
+        with pytest.raises(error) as caught:
+            await self.move(**changes)
+        await self.nothing_left()
+        return caught.value
+
+    def tamper_sender(self, tamper: Callable[[HostFrame], list[HostFrame]]) -> None:
+        self.network.on_pair = lambda ours, theirs: setattr(
+            ours if self.direction is PUSH else theirs, "tamper", tamper
+        )
+
+    def tamper_receiver(self, tamper: Callable[[HostFrame], list[HostFrame]]) -> None:
+        self.network.on_pair = lambda ours, theirs: setattr(
+            theirs if self.direction is PUSH else ours, "tamper", tamper
+        )
+
+    async def nothing_left(self) -> None:
+        assert self.target_engine.hold_ids == []
+        assert (await self.target_engine.load()).kv_used_tokens == 0
+        for engine in self.engines.values():
+            await engine.check_integrity()
+        for host in (self.source, self.target):
+            assert host.statistics().transfers == 0
+
+    async def still_good(self) -> None:
+        """The source's hold survived, and another try works."""
+        assert self.source_engine.hold_ids == ["h"]
+        self.network.on_pair = lambda ours, theirs: None
+        await self.move()
+        outcome = await collect(self.target, run_order("r", IDS, kv_from=RunId("target")))
+        assert len(outcome.ids) == 8
+
+
+@pytest.fixture(params=[PUSH, PULL], ids=["push", "pull"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    bench = Bench(request.param)
+    await collect(bench.source, run_order("h", IDS[:-1], prefill_only=True))
+    yield bench
+    for host in (bench.edge, bench.core):
+        await host.close()
+    for engine in bench.engines.values():
+        await engine.check_integrity()
+
+
+# --- refused by what the nodes are --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "field"),
+    [
+        ({"geometry": replace(GEOMETRY, rope_base=5e5)}, "layout_hash"),
+        ({"weights_lineage": "another"}, "weights_lineage"),
+    ],
+)
+async def test_unlike_models(bench: Bench, engine: dict[str, Any], field: str) -> None:
+    bench.remake_target(**engine)
+    error = await bench.fails(KvIncompatible)
+    assert field in error.message
+    assert bench.source_engine.hold_ids == ["h"]
+    assert not any(isinstance(f, Chunk) for pair in bench.network.streams for s in pair for f in s.sent)
+    assert ("KV_INCOMPATIBLE", 1) in bench.target.statistics().transfer_failures
+
+
+async def test_another_model_id(bench: Bench) -> None:
+    bench.remake_target(model_id="another")
+    await bench.fails(UnknownModel)
+    bench.remake_target()
+    await bench.fails(UnknownModel, context=context_of(model="another"))
+    await bench.still_good()
+
+
+async def test_raw_between_unlike_pools(bench: Bench) -> None:
+    bench.remake_target(kv_dtype=KvDtype.F32)
+    error = await bench.fails(KvIncompatible, codec="raw")
+    assert "dtype" in error.message
+
+
+async def test_an_unknown_codec(bench: Bench) -> None:
+    await bench.fails(KvIncompatible, codec="kvtc")
+    await bench.still_good()
+
+
+async def test_no_room_at_the_target(bench: Bench) -> None:
+    bench.remake_target(capacity_tokens=512)
+    await bench.fails(Overloaded)
+    assert bench.source_engine.hold_ids == ["h"]
+
+
+async def test_a_target_name_in_use(bench: Bench) -> None:
+    await collect(bench.target, run_order("target", prompt(9), prefill_only=True))
+    with pytest.raises(AlreadyExists):
+        await bench.move()
+    assert bench.target_engine.hold_ids == ["target"]  # that other hold is untouched
+    await bench.target.release(RunId("target"))
+    await bench.still_good()
+
+
+async def test_a_target_that_drains(bench: Bench) -> None:
+    await bench.target.drain()
+    await bench.fails(Draining)
+
+
+# --- refused by policy --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", ["source", "target"])
+async def test_the_targets_place_is_denied(bench: Bench, asked: str) -> None:
+    """Each end asks by itself, and one no is enough."""
+    host = bench.source if asked == "source" else bench.target
+    bench.guards[host.place.node_id].no_kv = {bench.target.place.node_id}
+    await bench.fails(PolicyDenied)
+    sent = [f for pair in bench.network.streams for s in pair for f in s.sent]
+    assert not any(isinstance(f, Chunk | Piece) for f in sent)
+    bench.guards[host.place.node_id].no_kv = set()
+    await bench.still_good()
+
+
+async def test_a_push_asks_before_token_ids_leave() -> None:
+    bench = Bench(PUSH)
+    await collect(bench.edge, run_order("h", IDS[:-1], prefill_only=True))
+    bench.guards["paris-1"].no_kv = {"core-1"}
+    await bench.fails(PolicyDenied)
+    assert bench.network.streams == []
+    await bench.edge.close()
+
+
+async def test_a_pull_of_a_prefill_asks_before_the_prompt_leaves() -> None:
+    bench = Bench(PULL)
+    source = KvSource(run_id=RunId("p"), prefill=run_order("p", IDS[:-1], prefill_only=True))
+    bench.guards["paris-1"].no_prompt = {"core-1"}
+    await bench.fails(PolicyDenied, source=source)
+    assert bench.network.streams == []
+    bench.guards["paris-1"].no_prompt = set()
+    bench.guards["core-1"].no_prompt = {"core-1"}  # and so does the core, of itself
+    await bench.fails(PolicyDenied, source=source)
+    assert (await bench.engines["core-1"].load()).prompt_tokens_total == 0
+
+
+@pytest.mark.parametrize("field", ["tenant", "label", "salt"])
+async def test_the_context_must_be_that_of_the_source(bench: Bench, field: str) -> None:
+    other = context_of(**{field: bytes(32) if field == "salt" else "other"})
+    await bench.fails(PolicyDenied, context=other)
+    await bench.still_good()
+
+
+@pytest.mark.parametrize("field", ["tenant", "label"])
+async def test_the_manifest_must_be_of_the_context(bench: Bench, field: str) -> None:
+    def lie(frame: HostFrame) -> list[HostFrame]:
+        if isinstance(frame, Offer):
+            return [Offer(replace(frame.manifest, **{field: "other"}))]
+        return [frame]
+
+    bench.tamper_sender(lie)
+    error = await bench.fails(KvIncompatible)
+    assert field in error.message
+    await bench.still_good()
+
+
+async def test_a_prefill_for_another_owner(bench: Bench) -> None:
+    prefill = run_order("p", IDS[:-1], prefill_only=True, context=context_of(tenant="other"))
+    await bench.fails(PolicyDenied, source=KvSource(run_id=RunId("p"), prefill=prefill))
+    await bench.still_good()
+
+
+async def test_another_node_answers() -> None:
+    bench = Bench(PULL)
+    impostor = bench.make(place_of("core-2"))
+    bench.network.hosts["core-1"] = impostor
+    await bench.fails(Unauthenticated)
+
+
+# --- tampering ----------------------------------------------------------------------------------------------------
+
+
+def nth(kind: type, n: int, change: Callable[[Any], list[Any]]) -> Callable[[HostFrame], list[HostFrame]]:
+    """Change the n-th frame of a kind."""
+    seen = 0
+
+    def tamper(frame: HostFrame) -> list[HostFrame]:
+        nonlocal seen
+        if isinstance(frame, kind):
+            seen += 1
+            if seen == n + 1:
+                return change(frame)
+        return [frame]
+
+    return tamper
+
+
+def flipped(piece: Piece) -> Piece:
+    data = bytearray(piece.data)
+    data[7] ^= 0x40
+    return replace(piece, data=bytes(data))
+
+
+def with_digest(piece: Piece) -> Piece:
+    return replace(piece, digest=digest_of(piece.data))
+
+
+TAMPERED: dict[str, tuple[type, int, Callable[[Any], list[Any]]]] = {
+    "piece flipped": (Piece, 1, lambda p: [flipped(p)]),
+    "piece flipped, digest right": (Piece, 0, lambda p: [with_digest(flipped(p))]),
+    "piece truncated": (Piece, 1, lambda p: [with_digest(replace(p, data=p.data[:-8]))]),
+    "piece repeated": (Piece, 0, lambda p: [p, p]),
+    "piece dropped": (Piece, 1, lambda p: []),
+    "chunk dropped": (Chunk, 1, lambda c: []),
+    "chunk repeated": (Chunk, 1, lambda c: [c, c]),
+    "chunk of other tokens": (Chunk, 0, lambda c: [replace(c, prefix_hash=bytes(32))]),
+    "chunk count lies": (Chunk, 1, lambda c: [replace(c, stop=c.stop - 1)]),
+    "chunk size lies": (Chunk, 1, lambda c: [replace(c, size_bytes=c.size_bytes * 2)]),
+    "chunk gap": (Chunk, 1, lambda c: [replace(c, start=c.start + 1, stop=c.stop + 1)]),
+    "commit early": (Chunk, 2, lambda c: [Commit(chunks=2, stop=512, digest=bytes(32))]),
+    "commit lies": (Commit, 0, lambda c: [replace(c, digest=bytes(32))]),
+    "offer of fewer": (Offer, 0, lambda o: [Offer(replace(o.manifest, count_tokens=10, block_hashes=()))]),
+    "offer of another namespace": (Offer, 0, lambda o: [Offer(replace(o.manifest, block_hashes=(bytes(32),) * 37))]),
+    "offer expired": (Offer, 0, lambda o: [Offer(replace(o.manifest, expires_unix_s=1.0))]),
+    "offer of another codec": (Offer, 0, lambda o: [Offer(replace(o.manifest, codec="q8_0"))]),
+    "offer twice": (Offer, 0, lambda o: [o, o]),
+    "open again": (Offer, 0, lambda o: [open_again(o)]),
+}
+
+
+def open_again(offer: Offer) -> KvOpen:
+    del offer
+    return KvOpen.of(kv_order(CORE, direction=PUSH, token_ids=(), source=KvSource(run_id=RunId("h"))))
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+async def test_a_sender_that_lies(bench: Bench, name: str) -> None:
+    kind, n, change = TAMPERED[name]
+    written: list[int] = []
+    write = bench.target_engine.write_kv
+
+    async def watched(run_id: RunId, slab: Any) -> None:
+        written.append(slab.stop)
+        await write(run_id, slab)
+
+    bench.target_engine.write_kv = watched  # type: ignore[method-assign]
+    bench.tamper_sender(nth(kind, n, change))
+    await bench.fails((PayloadCorrupt, InvalidRequest, KvIncompatible))
+    bench.target_engine.write_kv = write  # type: ignore[method-assign]
+    if name.startswith(("offer", "open")):
+        assert written == []
+    await bench.still_good()
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        (Want, lambda w: [Want(5000)]),
+        (Want, lambda w: [Done(600)]),
+        (Want, lambda w: [w, w]),
+        (Done, lambda d: [Done(599)]),
+        (Done, lambda d: [Want(0)]),
+    ],
+    ids=["want too far", "done for want", "want twice", "done of fewer", "want for done"],
+)
+async def test_a_receiver_that_lies(bench: Bench, tamper: tuple[type, Any]) -> None:
+    kind, change = tamper
+    bench.tamper_receiver(nth(kind, 0, change))
+    if kind is Done and bench.direction is PULL:
+        # The puller has it all, committed: its own word about it was garbled on the way out.
+        await bench.move()
+        assert isinstance(bench.network.served[-1], MeshError)
+        await bench.target.release(RunId("target"))
+    elif kind is Done:
+        with pytest.raises((PayloadCorrupt, InvalidRequest)):
+            await bench.move()
+        await bench.target.release(RunId("target"))  # two generals: else its timeout frees it
+    else:
+        await bench.fails((PayloadCorrupt, InvalidRequest))
+    await bench.still_good()
+
+
+# --- vanishing ----------------------------------------------------------------------------------------------------
+
+STEPS: list[tuple[str, type, int]] = [
+    ("offer", Offer, 0),
+    ("chunk", Chunk, 0),
+    ("piece", Piece, 0),
+    ("last chunk", Chunk, 2),
+    ("last piece", Piece, 2),
+    ("commit", Commit, 0),
+]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda s: s[0])
+async def test_the_sender_vanishes(bench: Bench, step: tuple[str, type, int]) -> None:
+    _, kind, n = step
+    seen = 0
+
+    def break_pair(ours: MemoryStream, theirs: MemoryStream) -> None:
+        sender = ours if bench.direction is PUSH else theirs
+
+        def tamper(frame: HostFrame) -> list[HostFrame]:
+            nonlocal seen
+            if isinstance(frame, kind):
+                seen += 1
+                if seen == n + 1:
+                    ours.end()
+                    theirs.end()
+                    return []
+            return [frame]
+
+        sender.tamper = tamper
+
+    bench.network.on_pair = break_pair
+    await bench.fails(NodeUnreachable)
+    await bench.still_good()
+
+
+@pytest.mark.parametrize("kind", [Want, Done])
+async def test_the_receiver_vanishes(bench: Bench, kind: type) -> None:
+    def break_pair(ours: MemoryStream, theirs: MemoryStream) -> None:
+        receiver = theirs if bench.direction is PUSH else ours
+
+        async def broken(frame: HostFrame) -> None:
+            if isinstance(frame, kind):
+                ours.end()
+                theirs.end()
+                raise NodeUnreachable("gone")
+            await send(frame)
+
+        send = receiver.send
+        receiver.send = broken  # type: ignore[method-assign]
+
+    bench.network.on_pair = break_pair
+    await bench.fails(NodeUnreachable)
+    await bench.still_good()
+
+
+async def test_a_peer_that_says_nothing_is_given_up(bench: Bench) -> None:
+    for host in (bench.edge, bench.core):
+        host._moves._idle_timeout_s = 0.05
+    bench.tamper_sender(lambda frame: [] if isinstance(frame, Commit) else [frame])
+    error = await bench.fails(NodeUnreachable)
+    assert "did not go on" in error.message
+    for host in (bench.edge, bench.core):
+        host._moves._idle_timeout_s = 5.0
+    await bench.still_good()
+
+
+async def test_the_deadline_ends_a_transfer(bench: Bench) -> None:
+    bench.tamper_sender(lambda frame: [] if isinstance(frame, Commit) else [frame])
+    await bench.fails(Expired, context=context_of(deadline_s=0.1))
+    await bench.still_good()
+
+
+async def test_a_cancelled_transfer(bench: Bench) -> None:
+    bench.tamper_sender(lambda frame: [] if isinstance(frame, Commit) else [frame])
+    task = asyncio.create_task(bench.move())
+    await until(lambda: any(isinstance(f, Commit) for pair in bench.network.streams for s in pair for f in s.sent))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await bench.nothing_left()
+    assert isinstance(bench.network.served[-1], Cancelled)
+    await bench.still_good()
+
+
+async def test_closing_a_host_ends_its_transfers(bench: Bench) -> None:
+    bench.tamper_sender(lambda frame: [] if isinstance(frame, Commit) else [frame])
+    task = asyncio.create_task(bench.move())
+    await until(lambda: any(isinstance(f, Commit) for pair in bench.network.streams for s in pair for f in s.sent))
+    await bench.core.close()
+    with pytest.raises(MeshError):
+        await task
+    await bench.nothing_left()
+
+
+async def test_no_such_source(bench: Bench) -> None:
+    await bench.fails(NotFound, source=KvSource(run_id=RunId("ghost")))
+    await bench.still_good()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_tokens": 599},
+        {"token_ids": (*IDS[:-1], 600)},
+        {"token_ids": prompt(1025), "max_tokens": 2000},
+        {"source": KvSource(run_id=RunId("p"), prefill=run_order("q", IDS[:-1], prefill_only=True))},
+        {"source": KvSource(run_id=RunId("p"), prefill=run_order("p", IDS[:-1]))},
+        {"source": KvSource(run_id=RunId("p"), prefill=run_order("p", IDS[:-1], prefill_only=True), pause=True)},
+        {"source": KvSource(run_id=RunId("p"), prefill=run_order("p", (), prefill_only=True))},
+    ],
+)
+async def test_bad_orders(bench: Bench, change: dict[str, Any]) -> None:
+    await bench.fails(InvalidRequest, **change)
+    await bench.still_good()
+
+
+# --- sources that go on -------------------------------------------------------------------------------------------
+
+
+async def test_a_failed_move_leaves_the_paused_run_as_a_hold(bench: Bench) -> None:
+    bench.tamper_sender(nth(Commit, 0, lambda c: [replace(c, digest=bytes(32))]))
+    ids, sampling = prompt(40), greedy(100)
+    seen = Outcome()
+    task = asyncio.create_task(collect(bench.source, run_order("r", ids, sampling=sampling), seen))
+    await until(lambda: len(seen.ids) > 3)
+    await bench.fails(PayloadCorrupt, source=KvSource(run_id=RunId("r"), pause=True), token_ids=ids)
+    first = await task
+    assert isinstance(first.last, PortHeld)
+    rest = await collect(
+        bench.source,
+        run_order("s", ids + first.ids, prompt_tokens=40, sampling=sampling, kv_from=RunId("r")),
+    )
+    assert len(first.ids + rest.ids) == 100  # it goes on where it was, nothing is computed again
+    await bench.still_good()
+
+
+async def test_a_run_that_ends_before_it_can_move(bench: Bench) -> None:
+    ids = prompt(500)
+    seen = Outcome()
+    bench.source_engine.gate = asyncio.Event()
+    bench.source_engine.gate.set()
+    task = asyncio.create_task(collect(bench.source, run_order("r", ids, sampling=greedy(3)), seen))
+    await until(lambda: len(seen.ids) == 1)
+    bench.source_engine.gate.clear()
+
+    def let_it_end(frame: HostFrame) -> list[HostFrame]:
+        if isinstance(frame, Chunk):
+            assert bench.source_engine.gate is not None
+            bench.source_engine.gate.set()
+        return [frame]
+
+    slow = asyncio.Event()
+    pause = bench.source_engine.pause
+
+    async def late_pause(run_id: RunId) -> None:
+        await slow.wait()
+        await pause(run_id)
+
+    bench.source_engine.pause = late_pause  # type: ignore[method-assign]
+    bench.tamper_sender(let_it_end)
+    move = asyncio.create_task(
+        bench.fails((StalePlan, NotFound), source=KvSource(run_id=RunId("r"), pause=True), token_ids=ids)
+    )
+    assert len((await task).ids) == 3
+    slow.set()
+    await move
+    await bench.still_good()
+
+
+async def test_a_run_that_is_released_while_it_moves(bench: Bench) -> None:
+    ids = prompt(400)
+    bench.source_engine.step_delay_s = 0.001
+    prefill = run_order("p", ids, prefill_only=True)
+    move = asyncio.create_task(
+        bench.fails(
+            (Cancelled, NotFound, StalePlan), source=KvSource(run_id=RunId("p"), prefill=prefill), token_ids=ids
+        )
+    )
+    await until(lambda: bench.source.statistics().running == 1)
+    await bench.source.release(RunId("p"))
+    await move
+    await bench.still_good()
+
+
+async def test_a_failed_prefill_transfer_stops_the_prefill(bench: Bench) -> None:
+    bench.source_engine.step_delay_s = 0.001
+    prefill = run_order("p", prompt(1000), prefill_only=True)
+    bench.tamper_sender(nth(Chunk, 0, lambda c: [replace(c, prefix_hash=bytes(32))]))
+    await bench.fails(PayloadCorrupt, source=KvSource(run_id=RunId("p"), prefill=prefill), token_ids=prompt(1000))
+    assert bench.source.statistics().running == 0
+    assert (await bench.source_engine.load()).running == 0
+    await bench.still_good()
+
+
+async def test_an_abort_is_heard_in_the_middle_of_a_long_prefill(bench: Bench) -> None:
+    """The sender waits for its engine when the receiver gives up."""
+    bench.source_engine.gate = asyncio.Event()
+    prefill = run_order("p", prompt(1000), prefill_only=True)
+
+    def give_up(ours: MemoryStream, theirs: MemoryStream) -> None:
+        receiver = theirs if bench.direction is PUSH else ours
+        receiver.tamper = lambda frame: (
+            [frame, Abort(reason="OVERLOADED", message="no more")] if isinstance(frame, Want) else [frame]
+        )
+
+    bench.network.on_pair = give_up
+    error = await bench.fails(
+        Overloaded if bench.direction is PUSH else MeshError,
+        source=KvSource(run_id=RunId("p"), prefill=prefill),
+        token_ids=prompt(1000),
+    )
+    assert "no more" in error.message
+    bench.source_engine.gate = None
+    await bench.still_good()
+
+
+async def test_a_hold_is_kept_while_it_is_shipped() -> None:
+    bench = Bench(PUSH)
+    for host in (bench.edge, bench.core):
+        host._desk.ledger._hold_timeout_s = 0.05
+    await collect(bench.edge, run_order("h", IDS[:-1], prefill_only=True))
+    blocked = asyncio.Event()
+
+    def block(ours: MemoryStream, theirs: MemoryStream) -> None:
+        async def slow(frame: HostFrame) -> None:
+            if isinstance(frame, Commit):
+                await blocked.wait()
+            await send(frame)
+
+        send = ours.send
+        ours.send = slow  # type: ignore[method-assign]
+
+    bench.network.on_pair = block
+    move = asyncio.create_task(bench.move())
+    await asyncio.sleep(0.15)
+    assert bench.engines["paris-1"].hold_ids == ["h"]
+    with pytest.raises(StalePlan):  # and nobody continues it under the transfer
+        await collect(bench.edge, run_order("r", IDS, kv_from=RunId("h")))
+    blocked.set()
+    await move
+    while bench.engines["paris-1"].hold_ids or bench.engines["core-1"].hold_ids:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert bench.edge.statistics().holds_expired_total == 1
+    assert bench.core.statistics().holds_expired_total == 1
