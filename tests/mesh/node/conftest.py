@@ -1,4 +1,4 @@
-"""Two hosts joined over real grpc.aio on loopback."""
+"""Two hosts joined over real grpc.aio on loopback, and a bench of two linked in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from mesh.node.servicer import NodeServicer
 from mesh.rpc.errors import ErrorInterceptor
 from mesh.v1 import node_pb2_grpc
 from tests.fakes.fake_engine import FakeEngine
-from tests.fakes.fake_node import CORE, EDGE, FakeGuard, FakeSigner
+from tests.fakes.fake_node import CORE, EDGE, FakeGuard, FakeSigner, collect, run_order
+from tests.mesh.node.move_bench import IDS, PULL, PUSH, Bench
 
 
 @dataclass(slots=True)
@@ -75,3 +76,14 @@ async def grpc_pair() -> AsyncIterator[GrpcPair]:
 async def over_grpc() -> AsyncIterator[GrpcPair]:
     async with grpc_pair() as pair:
         yield pair
+
+
+@pytest.fixture(params=[PUSH, PULL], ids=["push", "pull"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    bench = Bench(request.param)
+    await collect(bench.source, run_order("h", IDS[:-1], prefill_only=True))
+    yield bench
+    for host in (bench.edge, bench.core):
+        await host.close()
+    for engine in bench.engines.values():
+        await engine.check_integrity()

@@ -6,7 +6,7 @@ After each, nothing is left at the target, the source still has what it had, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,126 +25,28 @@ from mesh.errors import (
     Overloaded,
     PayloadCorrupt,
     PolicyDenied,
-    StalePlan,
     Unauthenticated,
     UnknownModel,
 )
 from mesh.kv.chunks import digest_of
 from mesh.kv.geometry import KvDtype
-from mesh.kv.transfer_frames import Abort, Chunk, Commit, Done, Offer, Piece, Want
+from mesh.kv.transfer_frames import Chunk, Commit, Done, Offer, Piece, Want
 from mesh.node.engine import RunId
-from mesh.node.host import HostSettings, NodeHost
 from mesh.node.host_frames import HostFrame, KvOpen
-from mesh.node.port import KvDirection, KvSource, PortHeld
-from tests.fakes.fake_engine import GEOMETRY, FakeEngine
+from mesh.node.port import KvSource
+from tests.fakes.fake_engine import GEOMETRY
 from tests.fakes.fake_node import (
     CORE,
-    EDGE,
-    FakeGuard,
-    FakeSigner,
-    MemoryNetwork,
     MemoryStream,
-    Outcome,
     collect,
     context_of,
-    greedy,
     kv_order,
     place_of,
     prompt,
     run_order,
     until,
 )
-
-PUSH, PULL = KvDirection.PUSH, KvDirection.PULL
-IDS = prompt(601)
-
-
-class Bench:
-    """A hold of 600 tokens at the source, a move of it, and what must be true after it failed."""
-
-    def __init__(self, direction: KvDirection) -> None:
-        self.direction = direction
-        self.network = MemoryNetwork()
-        self.engines: dict[str, FakeEngine] = {}
-        self.guards: dict[str, FakeGuard] = {}
-        self.edge, self.core = self.make(EDGE), self.make(CORE)
-        self.source, self.target = (self.edge, self.core) if direction is PUSH else (self.core, self.edge)
-
-    def make(self, place: Any, **engine: Any) -> NodeHost:
-        node = place.node_id
-        self.engines[node] = FakeEngine(**engine)
-        self.guards[node] = FakeGuard()
-        settings = HostSettings(idle_timeout_s=5.0)
-        host = NodeHost(self.engines[node], FakeSigner(place), self.guards[node], place, settings=settings)
-        self.network.add(host)
-        return host
-
-    def remake_target(self, **engine: Any) -> None:
-        place = self.target.place
-        self.target = self.make(place, **engine)
-        if place == EDGE:
-            self.edge = self.target
-        else:
-            self.core = self.target
-
-    @property
-    def source_engine(self) -> FakeEngine:
-        return self.engines[self.source.place.node_id]
-
-    @property
-    def target_engine(self) -> FakeEngine:
-        return self.engines[self.target.place.node_id]
-
-    def order(self, **changes: Any) -> Any:
-        values: dict[str, Any] = {"token_ids": IDS[:-1], "source": KvSource(run_id=RunId("h"))}
-        return kv_order(CORE, direction=self.direction, **{**values, **changes})
-
-    async def move(self, **changes: Any) -> Any:
-        return await self.edge.move_kv(self.order(**changes), self.network.dial_from(EDGE))
-
-    async def fails(self, error: type[MeshError] | tuple[type[MeshError], ...], **changes: Any) -> MeshError:
-        with pytest.raises(error) as caught:
-            await self.move(**changes)
-        await self.nothing_left()
-        return caught.value
-
-    def tamper_sender(self, tamper: Callable[[HostFrame], list[HostFrame]]) -> None:
-        self.network.on_pair = lambda ours, theirs: setattr(
-            ours if self.direction is PUSH else theirs, "tamper", tamper
-        )
-
-    def tamper_receiver(self, tamper: Callable[[HostFrame], list[HostFrame]]) -> None:
-        self.network.on_pair = lambda ours, theirs: setattr(
-            theirs if self.direction is PUSH else ours, "tamper", tamper
-        )
-
-    async def nothing_left(self) -> None:
-        assert self.target_engine.hold_ids == []
-        assert (await self.target_engine.load()).kv_used_tokens == 0
-        for engine in self.engines.values():
-            await engine.check_integrity()
-        for host in (self.source, self.target):
-            assert host.statistics().transfers == 0
-
-    async def still_good(self) -> None:
-        """The source's hold survived, and another try works."""
-        assert self.source_engine.hold_ids == ["h"]
-        self.network.on_pair = lambda ours, theirs: None
-        await self.move()
-        outcome = await collect(self.target, run_order("r", IDS, kv_from=RunId("target")))
-        assert len(outcome.ids) == 8
-
-
-@pytest.fixture(params=[PUSH, PULL], ids=["push", "pull"])
-async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    bench = Bench(request.param)
-    await collect(bench.source, run_order("h", IDS[:-1], prefill_only=True))
-    yield bench
-    for host in (bench.edge, bench.core):
-        await host.close()
-    for engine in bench.engines.values():
-        await engine.check_integrity()
-
+from tests.mesh.node.move_bench import IDS, PULL, PUSH, Bench, nth
 
 # --- refused by what the nodes are --------------------------------------------------------------------------------
 
@@ -274,21 +176,6 @@ async def test_another_node_answers() -> None:
 
 
 # --- tampering ----------------------------------------------------------------------------------------------------
-
-
-def nth(kind: type, n: int, change: Callable[[Any], list[Any]]) -> Callable[[HostFrame], list[HostFrame]]:
-    """Change the n-th frame of a kind."""
-    seen = 0
-
-    def tamper(frame: HostFrame) -> list[HostFrame]:
-        nonlocal seen
-        if isinstance(frame, kind):
-            seen += 1
-            if seen == n + 1:
-                return change(frame)
-        return [frame]
-
-    return tamper
 
 
 def flipped(piece: Piece) -> Piece:
@@ -492,133 +379,3 @@ async def test_no_such_source(bench: Bench) -> None:
 async def test_bad_orders(bench: Bench, change: dict[str, Any]) -> None:
     await bench.fails(InvalidRequest, **change)
     await bench.still_good()
-
-
-# --- sources that go on -------------------------------------------------------------------------------------------
-
-
-async def test_a_failed_move_leaves_the_paused_run_as_a_hold(bench: Bench) -> None:
-    bench.tamper_sender(nth(Commit, 0, lambda c: [replace(c, digest=bytes(32))]))
-    ids, sampling = prompt(40), greedy(100)
-    seen = Outcome()
-    task = asyncio.create_task(collect(bench.source, run_order("r", ids, sampling=sampling), seen))
-    await until(lambda: len(seen.ids) > 3)
-    await bench.fails(PayloadCorrupt, source=KvSource(run_id=RunId("r"), pause=True), token_ids=ids)
-    first = await task
-    assert isinstance(first.last, PortHeld)
-    rest = await collect(
-        bench.source,
-        run_order("s", ids + first.ids, prompt_tokens=40, sampling=sampling, kv_from=RunId("r")),
-    )
-    assert len(first.ids + rest.ids) == 100  # it goes on where it was, nothing is computed again
-    await bench.still_good()
-
-
-async def test_a_run_that_ends_before_it_can_move(bench: Bench) -> None:
-    ids = prompt(500)
-    seen = Outcome()
-    bench.source_engine.gate = asyncio.Event()
-    bench.source_engine.gate.set()
-    task = asyncio.create_task(collect(bench.source, run_order("r", ids, sampling=greedy(3)), seen))
-    await until(lambda: len(seen.ids) == 1)
-    bench.source_engine.gate.clear()
-
-    def let_it_end(frame: HostFrame) -> list[HostFrame]:
-        if isinstance(frame, Chunk):
-            assert bench.source_engine.gate is not None
-            bench.source_engine.gate.set()
-        return [frame]
-
-    slow = asyncio.Event()
-    pause = bench.source_engine.pause
-
-    async def late_pause(run_id: RunId) -> None:
-        await slow.wait()
-        await pause(run_id)
-
-    bench.source_engine.pause = late_pause  # type: ignore[method-assign]
-    bench.tamper_sender(let_it_end)
-    move = asyncio.create_task(
-        bench.fails((StalePlan, NotFound), source=KvSource(run_id=RunId("r"), pause=True), token_ids=ids)
-    )
-    assert len((await task).ids) == 3
-    slow.set()
-    await move
-    await bench.still_good()
-
-
-async def test_a_run_that_is_released_while_it_moves(bench: Bench) -> None:
-    ids = prompt(400)
-    bench.source_engine.step_delay_s = 0.001
-    prefill = run_order("p", ids, prefill_only=True)
-    move = asyncio.create_task(
-        bench.fails(
-            (Cancelled, NotFound, StalePlan), source=KvSource(run_id=RunId("p"), prefill=prefill), token_ids=ids
-        )
-    )
-    await until(lambda: bench.source.statistics().running == 1)
-    await bench.source.release(RunId("p"))
-    await move
-    await bench.still_good()
-
-
-async def test_a_failed_prefill_transfer_stops_the_prefill(bench: Bench) -> None:
-    bench.source_engine.step_delay_s = 0.001
-    prefill = run_order("p", prompt(1000), prefill_only=True)
-    bench.tamper_sender(nth(Chunk, 0, lambda c: [replace(c, prefix_hash=bytes(32))]))
-    await bench.fails(PayloadCorrupt, source=KvSource(run_id=RunId("p"), prefill=prefill), token_ids=prompt(1000))
-    assert bench.source.statistics().running == 0
-    assert (await bench.source_engine.load()).running == 0
-    await bench.still_good()
-
-
-async def test_an_abort_is_heard_in_the_middle_of_a_long_prefill(bench: Bench) -> None:
-    """The sender waits for its engine when the receiver gives up."""
-    bench.source_engine.gate = asyncio.Event()
-    prefill = run_order("p", prompt(1000), prefill_only=True)
-
-    def give_up(ours: MemoryStream, theirs: MemoryStream) -> None:
-        receiver = theirs if bench.direction is PUSH else ours
-        receiver.tamper = lambda frame: (
-            [frame, Abort(reason="OVERLOADED", message="no more")] if isinstance(frame, Want) else [frame]
-        )
-
-    bench.network.on_pair = give_up
-    error = await bench.fails(
-        Overloaded if bench.direction is PUSH else MeshError,
-        source=KvSource(run_id=RunId("p"), prefill=prefill),
-        token_ids=prompt(1000),
-    )
-    assert "no more" in error.message
-    bench.source_engine.gate = None
-    await bench.still_good()
-
-
-async def test_a_hold_is_kept_while_it_is_shipped() -> None:
-    bench = Bench(PUSH)
-    for host in (bench.edge, bench.core):
-        host._desk.ledger._hold_timeout_s = 0.05
-    await collect(bench.edge, run_order("h", IDS[:-1], prefill_only=True))
-    blocked = asyncio.Event()
-
-    def block(ours: MemoryStream, theirs: MemoryStream) -> None:
-        async def slow(frame: HostFrame) -> None:
-            if isinstance(frame, Commit):
-                await blocked.wait()
-            await send(frame)
-
-        send = ours.send
-        ours.send = slow  # type: ignore[method-assign]
-
-    bench.network.on_pair = block
-    move = asyncio.create_task(bench.move())
-    await asyncio.sleep(0.15)
-    assert bench.engines["paris-1"].hold_ids == ["h"]
-    with pytest.raises(StalePlan):  # and nobody continues it under the transfer
-        await collect(bench.edge, run_order("r", IDS, kv_from=RunId("h")))
-    blocked.set()
-    await move
-    while bench.engines["paris-1"].hold_ids or bench.engines["core-1"].hold_ids:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    assert bench.edge.statistics().holds_expired_total == 1
-    assert bench.core.statistics().holds_expired_total == 1
