@@ -111,15 +111,15 @@ class NodeHost:
         hold), KvIncompatible (the hold's KV is of other tokens), Expired, Cancelled, and what the engine raises."""
         try:
             run = self._desk.start(order)
-            try:
-                async with aclosing(run.events()) as events:
-                    async for event in events:
-                        yield self._port_event(run, event)
-            finally:
-                await self._desk.stop(run)
         except MeshError as exc:
             self._desk.counters.run_failed(exc)
             raise
+        try:
+            async with aclosing(run.events()) as events:
+                async for event in events:
+                    yield self._port_event(run, event)
+        finally:
+            await self._desk.stop(run)
 
     def _port_event(self, run: HostRun, event: RunEvent) -> PortEvent:
         match event:
@@ -128,11 +128,9 @@ class NodeHost:
             case Tokens():
                 return PortTokens(event.ids, event.logprobs)
             case Finished():
-                self._desk.counters.runs_finished += 1
                 leg = sign_leg(run.leg(event), self._desk.identity)
                 return PortFinished(reason=event.reason, stop_string=event.stop_string, leg=leg)
             case Held():
-                self._desk.counters.runs_held += 1
                 return PortHeld(kv_tokens=event.kv_tokens, leg=sign_leg(run.leg(event), self._desk.identity))
 
     async def release(self, run_id: RunId) -> None:

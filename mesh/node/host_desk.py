@@ -14,7 +14,7 @@ from mesh.node.engine import Engine, RunId
 from mesh.node.host_checks import check_run
 from mesh.node.host_counters import Counters
 from mesh.node.host_ledger import Ledger, Phase
-from mesh.node.host_runs import HostRun
+from mesh.node.host_runs import HostRun, let_go
 from mesh.node.legs import Clock, Signer
 from mesh.node.port import BorderGuard, RunOrder
 from mesh.telemetry.log import get_logger
@@ -54,7 +54,7 @@ class Desk:
         else:  # what goes on from a hold was taken before draining began
             claimed = self.ledger.claim(order.kv_from, order.context, order.token_ids)
         entry = self.ledger.open(order.run_id, order.context, Phase.RUNNING, order.token_ids)
-        run = HostRun(self.engine, self.ledger, self.clock, order, entry, claimed)
+        run = HostRun(self.engine, self.ledger, self.counters, self.clock, order, entry, claimed)
         self._runs[order.run_id] = run
         self.counters.runs_started += 1
         self.change()
@@ -75,12 +75,12 @@ class Desk:
         await self.free(run_id)
 
     async def free(self, run_id: RunId) -> None:
-        """Out of ledger and engine, to the end even if the caller is cancelled meanwhile."""
+        """Out of ledger and engine, to the end even if the caller is cancelled meanwhile. Raises no MeshError."""
         entry = self.ledger.find(run_id)
         if entry is not None:
             self.ledger.close(entry)
         self.change()
-        await asyncio.shield(self._chore(self.engine.release(run_id)))
+        await asyncio.shield(self._chore(let_go(self.engine, run_id)))
 
     async def free_holds(self) -> None:
         for entry in self.ledger.of_phase(Phase.HELD):

@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from mesh.errors import Cancelled, Expired, Internal, MeshError
-from mesh.node.engine import Engine, Finished, Held, Prefilled, RunEvent, RunSpec, Tokens
+from mesh.node.engine import Engine, Finished, Held, Prefilled, RunEvent, RunId, RunSpec, Tokens
+from mesh.node.host_counters import Counters
 from mesh.node.host_ledger import Entry, Ledger
 from mesh.node.legs import Clock, Leg, LegKind, LegOutcome
 from mesh.node.port import RunOrder
@@ -23,12 +24,20 @@ class HostRun:
     """Owned by who started it, who must `cancel` it in the end. Its entry outlives it only as a hold."""
 
     def __init__(
-        self, engine: Engine, ledger: Ledger, clock: Clock, order: RunOrder, entry: Entry, claimed: Entry | None
+        self,
+        engine: Engine,
+        ledger: Ledger,
+        counters: Counters,
+        clock: Clock,
+        order: RunOrder,
+        entry: Entry,
+        claimed: Entry | None,
     ) -> None:
         self.order = order
         self.entry = entry
         self._engine = engine
         self._ledger = ledger
+        self._counters = counters
         self._clock = clock
         self._claimed = claimed
         self._queue: asyncio.Queue[RunEvent | MeshError] = asyncio.Queue()
@@ -132,10 +141,12 @@ class HostRun:
                 entry.changed.beat()
             case Finished():
                 self._ended_unix_s = self._clock.unix_s()
+                self._counters.runs_finished += 1
                 entry.kv_tokens = max(0, entry.names.known_tokens - 1)
                 self._ledger.close(entry)
             case Held():
                 self._ended_unix_s = self._clock.unix_s()
+                self._counters.runs_held += 1
                 self._ledger.hold(entry, event.kv_tokens, entry.names.prefix(event.kv_tokens))
         self._queue.put_nowait(event)
 
@@ -145,6 +156,15 @@ class HostRun:
             return  # it had its outcome before
         self.entry.failed = error
         self._ledger.close(self.entry)
+        self._counters.run_failed(error)
         self._queue.put_nowait(error)
         if self._claimed is not None:
-            await self._engine.release(self._claimed.run_id)
+            await let_go(self._engine, self._claimed.run_id)
+
+
+async def let_go(engine: Engine, run_id: RunId) -> None:
+    """Release it; an engine that is down has nothing to release, which must not hide why this is being done."""
+    try:
+        await engine.release(run_id)
+    except MeshError as exc:
+        log.warning("release_failed", run_id=run_id, reason=exc.reason, error=exc.message)

@@ -19,7 +19,9 @@ from mesh.errors import (
     InvalidRequest,
     KvIncompatible,
     MeshError,
+    NodeUnreachable,
     NotFound,
+    Overloaded,
     PolicyDenied,
     StalePlan,
     UnknownModel,
@@ -45,7 +47,7 @@ from tests.fakes.fake_node import (
 
 @pytest.fixture
 async def engine() -> AsyncIterator[FakeEngine]:
-    engine = FakeEngine()
+    engine = FakeEngine(capacity_tokens=1030)
     yield engine
     await engine.check_integrity()
     await engine.close()
@@ -221,6 +223,24 @@ async def test_a_bug_in_the_engine_is_internal(host: NodeHost, engine: FakeEngin
     with pytest.raises(Internal):
         await collect(host, run_order("r", prompt(20)))
     assert host.statistics().running == 0
+
+
+async def test_an_engine_that_is_down_hides_no_error(host: NodeHost, engine: FakeEngine) -> None:
+    """Releasing fails too then; what the caller hears is why the run failed."""
+    await collect(host, run_order("h", prompt(20), prefill_only=True))
+    await collect(host, run_order("i", prompt(20), prefill_only=True))  # leaves no room for what follows
+    release = engine.release
+
+    async def down(run_id: RunId) -> None:
+        raise NodeUnreachable("the engine's process is down")
+
+    engine.release = down  # type: ignore[method-assign]
+    with pytest.raises(Overloaded):
+        await collect(host, run_order("r", prompt(900), kv_from=RunId("h"), sampling=greedy(900)))
+    await host.release(RunId("h"))
+    engine.release = release  # type: ignore[method-assign]
+    await engine.release(RunId("h"))
+    assert host.statistics().run_failures == (("OVERLOADED", 1),)
 
 
 async def test_an_engine_that_ends_without_an_outcome_is_internal(host: NodeHost, engine: FakeEngine) -> None:
