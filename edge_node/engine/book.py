@@ -31,6 +31,7 @@ class CoreLimits:
     max_sequences: int
     max_step_tokens: int
     max_waiting: int
+    max_stall_s: float
 
 
 class RunBook:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import IO, Any, Final
 
@@ -76,10 +76,8 @@ class Child:
         with theirs:
             process = _popen(theirs, arena, stderr)
         child = cls(process, arena, stderr)
-        reader, child._writer = await asyncio.open_unix_connection(sock=ours)
-        child._pump = asyncio.create_task(child._read(reader), name="llama.cpp reader")
+        child._pump = asyncio.create_task(child._serve(ours, start), name="llama.cpp reader")
         try:
-            child._send(start)
             async with asyncio.timeout(timeout_s):
                 child.build = await child._ready
         except TimeoutError:
@@ -110,11 +108,11 @@ class Child:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda f: f.cancelled() or f.exception())  # an error nobody waits for is no news
         self._last_key += 1
-        self._calls[self._last_key] = future
         self._send(Call(self._last_key, request))
+        self._calls[self._last_key] = future
         return future
 
-    async def run(self, spec: RunSpec) -> AsyncIterator[RunEvent]:
+    async def run(self, spec: RunSpec) -> AsyncGenerator[RunEvent, None]:
         """Events of one run. Raises as Engine.generate; closing the iterator cancels."""
         self._last_key += 1
         key = self._last_key
@@ -141,9 +139,12 @@ class Child:
             raise NodeUnreachable("the llama.cpp process has ended")
         self._writer.write(encode(message))
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _serve(self, sock: socket.socket, start: Start) -> None:
+        """Talk to the process until it has ended; the one task that owns it."""
         trouble = ""
         try:
+            reader, self._writer = await asyncio.open_unix_connection(sock=sock)
+            self._send(start)
             while True:
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 if length > MAX_FRAME_BYTES:
@@ -178,8 +179,8 @@ class Child:
             stream.put_nowait(event)
 
     def _answer(self, call_id: int, value: Any) -> None:
-        future = self._calls.pop(call_id)
-        if future.done():
+        future = self._calls.pop(call_id, None)
+        if future is None or future.done():
             return  # its caller was cancelled
         if isinstance(value, MeshError):
             future.set_exception(value)

@@ -15,7 +15,7 @@ from edge_node.engine.book import CoreLimits, RunBook
 from edge_node.engine.kv_access import KvAccess
 from edge_node.engine.kv_store import KvStore
 from edge_node.engine.run import NewTextStream, Run
-from edge_node.engine.schedule import RunState, may_admit, plan_step
+from edge_node.engine.schedule import RunState, may_admit, plan_step, step_budget
 from edge_node.engine.speed import SpeedMeter
 from mesh.errors import Internal, MeshError, Overloaded
 from mesh.node.engine import EngineLoad, Prefilled, SelfTest, Tokens
@@ -65,11 +65,14 @@ class EngineCore:
         by_key = {run.key: run for run in self.book.running}
         if not by_key:
             return False
-        plan = plan_step(
-            [self._state(run) for run in self.book.running],
-            budget_tokens=self._limits.max_step_tokens,
-            room_cells=self._store.room,
+        states = [self._state(run) for run in self.book.running]
+        budget = step_budget(
+            max_step_tokens=self._limits.max_step_tokens,
+            n_decoding=sum(s.decoding for s in states),
+            prefill_tokens_per_s=self._prefill_speed.tokens_per_s,
+            max_stall_s=self._limits.max_stall_s,
         )
+        plan = plan_step(states, budget_tokens=budget, room_cells=self._store.room)
         for key in plan.preempt:
             self._preempt(by_key[key])
         if plan.compute:

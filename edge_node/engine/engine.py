@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -76,7 +77,11 @@ class EdgeEngine:
         start = _start_message(self._settings, model)
         await asyncio.to_thread(_check_memory, self._settings, model, start)
         self._start_message, self._layout = start, BlobLayout.of(model.geometry)
-        self._use(await Child.spawn(start, self._settings.start_timeout_s))
+        child = await Child.spawn(start, self._settings.start_timeout_s)
+        if self._closed:  # meanwhile
+            await child.close()
+            raise self._down()
+        self._use(child)
         self._info = EngineInfo(
             model_id=model.model_id,
             geometry=model.geometry,
@@ -87,7 +92,7 @@ class EdgeEngine:
             kv_capacity_tokens=start.n_ctx_tokens,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
-            build=self._live_child().build,
+            build=child.build,
         )
         self._keeper = asyncio.create_task(self._keep_alive(), name="llama.cpp keeper")
 
@@ -104,18 +109,15 @@ class EdgeEngine:
 
     async def generate(self, spec: RunSpec) -> AsyncIterator[RunEvent]:
         child = await self._wait_for_child()
-        events = child.run(spec)
-        try:
+        async with aclosing(child.run(spec)) as events:
             async for event in events:
                 yield event
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
 
     async def pause(self, run_id: RunId) -> None:
         await self._call(Pause(run_id))
 
     async def release(self, run_id: RunId) -> None:
-        if self._child is not None:  # without a child there are no runs and no holds
+        with suppress(NodeUnreachable):  # without a child there are no runs and no holds
             await self._call(Release(run_id))
 
     async def kv_tokens(self, run_id: RunId) -> int:
@@ -266,6 +268,7 @@ def _start_message(settings: EdgeEngineSettings, model: ModelDescription) -> Sta
         max_sequences=settings.max_sequences,
         max_step_tokens=settings.max_step_tokens,
         max_waiting=settings.max_waiting,
+        max_stall_s=settings.max_stall_s,
         slot_bytes=slot_bytes_for(layout, settings.transfer_bytes),
         n_layers=layout.n_layers,
         n_kv_heads=layout.n_kv_heads,

@@ -73,6 +73,7 @@ class LlamaBackend:
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = n_seq_max
+        params.n_outputs_max = min(n_seq_max, n_batch)  # one row of logits per sequence, not per token
         params.n_threads = params.n_threads_batch = n_threads
         params.kv_unified = True
         params.flash_attn_type = _FLASH_ATTENTION_ON

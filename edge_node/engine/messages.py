@@ -52,6 +52,7 @@ class Start:
     max_sequences: int
     max_step_tokens: int
     max_waiting: int
+    max_stall_s: float
     slot_bytes: int
     n_layers: int
     n_kv_heads: int

@@ -15,6 +15,9 @@ from typing import Final
 ADMIT_HEADROOM_RATIO: Final = 0.01
 """Share of all cells that admission leaves free while others run, so that a new run is not preempted at once."""
 
+MIN_CHUNK_TOKENS: Final = 64
+"""The smallest chunk a prompt is cut to for the sake of others: what llama.cpp's tiled attention starts at."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
@@ -71,6 +74,15 @@ def _share_out(runs: Sequence[RunState], budget: int, room: int) -> tuple[tuple[
             budget -= n
             room -= n
     return tuple(compute) or None
+
+
+def step_budget(*, max_step_tokens: int, n_decoding: int, prefill_tokens_per_s: float, max_stall_s: float) -> int:
+    """Tokens of the next step. Where sequences are decoding, prompts may hold them up for `max_stall_s` at the
+    speed that was measured (0.0: not yet), but always get MIN_CHUNK_TOKENS, so that they end."""
+    if n_decoding == 0 or prefill_tokens_per_s == 0.0:
+        return max_step_tokens
+    chunk = max(MIN_CHUNK_TOKENS, int(prefill_tokens_per_s * max_stall_s))
+    return min(max_step_tokens, n_decoding + chunk)
 
 
 def may_admit(*, need_cells: int, room_cells: int, capacity_cells: int, n_running: int, max_running: int) -> bool:

@@ -31,6 +31,7 @@ class EdgeEngineSettings:
     max_running: int = 8  # sequences that compute at the same time
     max_sequences: int = 32  # runs, holds, imports and kept prefixes together
     max_step_tokens: int = 256
+    max_stall_s: float = 0.5  # how long running sequences may wait for others' prompts in one step, about
     max_waiting: int = 64  # runs in the queue; more are refused with Overloaded
     transfer_bytes: int = 16 << 20  # one of two shared-memory slots that KV crosses in
     start_timeout_s: float = 180.0
@@ -50,6 +51,7 @@ class EdgeEngineSettings:
         if self.max_context_tokens is not None:
             _at_least("max_context_tokens", self.max_context_tokens, 1)
         for name, value in (
+            ("max_stall_s", self.max_stall_s),
             ("start_timeout_s", self.start_timeout_s),
             ("restart_wait_s", self.restart_wait_s),
             ("restart_backoff_s", min(self.restart_backoff_s)),

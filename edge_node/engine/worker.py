@@ -165,6 +165,7 @@ def _load(start: Start, arena_fd: int) -> tuple[EngineCore, Arena, BlobLayout]:
         max_sequences=start.max_sequences,
         max_step_tokens=start.max_step_tokens,
         max_waiting=start.max_waiting,
+        max_stall_s=start.max_stall_s,
     )
     core = EngineCore(
         backend,

@@ -35,7 +35,7 @@ class CoreDriver:
         self.core = EngineCore(
             self.backend,
             LAYOUT,
-            CoreLimits(capacity_tokens=n_cells, max_sequences=n_sequences, **sizes),
+            CoreLimits(capacity_tokens=n_cells, max_sequences=n_sequences, max_stall_s=0.5, **sizes),
             eos_token_ids=frozenset({EOS}),
             new_stream=LetterStream,
             clock=itertools.count().__next__,

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from mesh.errors import MeshError, NotFound, Overloaded
+from mesh.errors import NotFound, Overloaded
 from mesh.node.engine import Finished, Held, RunId
 from tests.edge_node.engine.cores import OTHER_SALT, SALT, CoreDriver, import_of
 from tests.edge_node.engine.list_backend import continue_
@@ -163,12 +164,8 @@ class Commands(RuleBasedStateMachine):
             assert len(self.open) < n_open or any(o.key is None for o in self.open)
         assert self.driver.core.load().kv_used_tokens == 0
         for name in range(self.names + 1):
-            try:
+            with pytest.raises(NotFound):
                 self.driver.core.kv.kv_tokens(RunId(f"n{name}"))
-            except NotFound as error:
-                assert isinstance(error, MeshError)
-            else:
-                raise AssertionError(f"n{name} is still there")
 
 
 TestCommands = Commands.TestCase

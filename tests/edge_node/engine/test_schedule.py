@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edge_node.engine.schedule import RunState, StepPlan, may_admit, plan_step
+from edge_node.engine.schedule import RunState, StepPlan, may_admit, plan_step, step_budget
 
 
 def run(key: int, outstanding: int = 1, *, priority: int = 0, arrival: int | None = None, frees: int = 10) -> RunState:
@@ -82,3 +82,18 @@ def test_bounds_hold_for_any_runs() -> None:
 def test_admission(need: int, room: int, running: int, want: bool) -> None:
     got = may_admit(need_cells=need, room_cells=room, capacity_cells=200, n_running=running, max_running=4)
     assert got is want
+
+
+@pytest.mark.parametrize(
+    ("n_decoding", "speed", "want"),
+    [
+        (0, 10.0, 256),  # nobody waits
+        (3, 0.0, 256),  # nothing is known yet
+        (3, 10.0, 67),  # slow: the least chunk
+        (3, 300.0, 153),
+        (3, 5000.0, 256),
+    ],
+)
+def test_prompts_hold_up_decodes_for_a_bounded_time(n_decoding: int, speed: float, want: int) -> None:
+    got = step_budget(max_step_tokens=256, n_decoding=n_decoding, prefill_tokens_per_s=speed, max_stall_s=0.5)
+    assert got == want
