@@ -22,8 +22,16 @@ from mesh.v1 import admin_pb2
 
 POLICY_FILE = "demo_policy.yaml"
 CORE_NODE, PARIS, OSAKA = "core-1", "paris", "osaka"
+TITLES = (
+    "A core node, two sites and placement come up and register",
+    "A public prompt from the core side is answered by the core",
+    "A restricted prompt at paris is answered there and nowhere else",
+    "A long internal prompt at osaka: the core prefills, its KV moves, osaka decodes",
+    "A running generation moves from paris to the core in mid-stream",
+    "The core is killed: paris still answers, and what needs the core is refused clearly",
+)
 LOG_DAYS = 52  # about 1,200 tokens of the demo model
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = 40
 MOVED_TOKENS = 160
 MOVE_AFTER_TOKENS = 24
 WAIT_S = 60.0
@@ -82,8 +90,7 @@ async def step_1_the_mesh(clients: Clients) -> Step:
     ok = {row["node_id"]: row["tier"] for row in rows} == expected and all(
         row["prefill_tokens_per_s"] > 0 and row["decode_tokens_per_s"] > 0 for row in rows
     )
-    title = "a core node, two sites and placement are up and registered"
-    return Step(number=1, title=title, ok=ok, facts={"nodes": rows, "policy_version": version})
+    return Step(ok=ok, facts={"nodes": rows, "policy_version": version})
 
 
 async def step_2_public(clients: Clients, ca_pem: bytes) -> Step:
@@ -93,13 +100,7 @@ async def step_2_public(clients: Clients, ca_pem: bytes) -> Step:
     )
     facts, receipt = facts_of(done, ca_pem)
     ok = done.decision.shape == "core" and set(receipt.body["saw_prompt"]) == {CORE_NODE}
-    return Step(
-        number=2,
-        title="a public prompt from the core side is answered by the core",
-        ok=ok and set(receipt.body["tokens_by_node"]) == {CORE_NODE},
-        facts=facts,
-        text=done.text,
-    )
+    return Step(ok=ok and set(receipt.body["tokens_by_node"]) == {CORE_NODE}, facts=facts, text=done.text)
 
 
 async def step_3_restricted(clients: Clients, ca_pem: bytes) -> Step:
@@ -109,13 +110,8 @@ async def step_3_restricted(clients: Clients, ca_pem: bytes) -> Step:
     facts, receipt = facts_of(done, ca_pem)
     only = {f"edge-{PARIS}": PARIS}
     signers = {place.site for _, place in receipt.legs} | {receipt.entry.site}
-    return Step(
-        number=3,
-        title="a restricted prompt at paris is answered there and nowhere else",
-        ok=receipt.body["saw_prompt"] == receipt.body["held_kv"] == only and signers == {PARIS},
-        facts=facts,
-        text=done.text,
-    )
+    ok = receipt.body["saw_prompt"] == receipt.body["held_kv"] == only and signers == {PARIS}
+    return Step(ok=ok, facts=facts, text=done.text)
 
 
 async def step_4_split(clients: Clients, ca_pem: bytes) -> Step:
@@ -145,8 +141,7 @@ async def step_4_split(clients: Clients, ca_pem: bytes) -> Step:
         "local_prompt_tokens": local.decision.prompt_tokens,
         "saved_s": round(local.finish.ttft_s - split.finish.ttft_s, 3),
     }
-    title = "a long internal prompt at osaka: the core prefills, KV moves, osaka decodes"
-    return Step(number=4, title=title, ok=ok, facts=facts, text=split.text)
+    return Step(ok=ok, facts=facts, text=split.text)
 
 
 async def step_5_move(clients: Clients, ca_pem: bytes, watch: Watch) -> Step:
@@ -175,8 +170,7 @@ async def step_5_move(clients: Clients, ca_pem: bytes, watch: Watch) -> Step:
         and set(after) == {CORE_NODE}
     )
     facts |= {"tokens_lost": stream.lost_tokens, "tokens_twice": stream.repeated_tokens}
-    title = "a running generation moves from paris to the core in mid-stream"
-    return Step(number=5, title=title, ok=ok, facts=facts, text=done.text)
+    return Step(ok=ok, facts=facts, text=done.text)
 
 
 async def step_6_core_gone(clients: Clients, ca_pem: bytes, kill: Callable[[str], Awaitable[None]]) -> Step:
@@ -203,13 +197,7 @@ async def step_6_core_gone(clients: Clients, ca_pem: bytes, kill: Callable[[str]
         facts["refusal"] = {
             "code": refusal.code.name, "reason": refusal.reason, "message": refusal.message, **refusal.details,
         }  # fmt: skip
-    return Step(
-        number=6,
-        title="the core is killed: paris still answers, what needs the core is refused clearly",
-        ok=ok,
-        facts=facts,
-        text=done.text,
-    )
+    return Step(ok=ok, facts=facts, text=done.text)
 
 
 async def _ready_nodes(admin: MeshClient, expected: set[str]) -> list[admin_pb2.NodeView]:

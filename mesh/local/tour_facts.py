@@ -18,8 +18,6 @@ Watch = Callable[[Tokens | Migration], None]
 class Step:
     """What a step found. `facts` are plain JSON; `text` is what the model said, for people."""
 
-    number: int
-    title: str
     ok: bool
     facts: Facts
     text: str = ""
@@ -82,6 +80,7 @@ def facts_of(done: Completion, ca_pem: bytes) -> tuple[Facts, VerifiedReceipt]:
         "prompt_tokens": done.finish.usage.prompt_tokens,
         "generated_tokens": done.finish.usage.completion_tokens,
         "cached_tokens": done.finish.usage.cached_tokens,
+        "finish": done.finish.reason.value,
         "ttft_s": round(done.finish.ttft_s, 3),
         "total_s": round(done.finish.total_s, 3),
         "receipt": {
@@ -100,6 +99,7 @@ def facts_of(done: Completion, ca_pem: bytes) -> tuple[Facts, VerifiedReceipt]:
             "kv_tokens": move.kv_tokens,
             "kv_wire_bytes": move.kv_wire_bytes,
             "codec": move.codec,
+            "cause": move.cause,
             "pause_s": round(move.pause_s, 4),
             "transfer_s": round(move.transfer_s, 4),
         }
