@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
-from mesh.errors import Internal
+from mesh.errors import Cancelled, Internal
 from mesh.identity.signing import SignedRecord
 from mesh.kv.chunks import chunk_ranges, digest_of
 from mesh.kv.codecs import Codec, codec_named
@@ -194,9 +194,16 @@ class _Incoming:
             # The run may stop right here: its last token has no KV then, and must be left to compute.
             known = known[:-1]
         spec = ImportSpec(run_id=order.target, token_ids=known, max_tokens=order.max_tokens, salt=order.context.salt)
+        self._check_wanted()
         position = await parts.engine.open_import(spec)
+        self._check_wanted()
         self._prefix = self._entry.names.prefix(position)
         return position
+
+    def _check_wanted(self) -> None:
+        """Raise Cancelled if the target was released meanwhile: the engine must not keep what nobody knows of."""
+        if self._entry.phase is not Phase.IMPORTING:
+            raise Cancelled(f"{self._order.target!r} was released while its KV arrived")
 
     async def _write(self, chunk: ChunkVerified) -> None:
         slab = await _computed(len(chunk.data), self._decode, chunk)
@@ -218,6 +225,7 @@ class _Incoming:
     async def _finish(self, committed: Committed) -> KvReport:
         receiver, entry = self._receiver, self._entry
         kv_tokens = await self._parts.engine.kv_tokens(self._order.target)
+        self._check_wanted()
         if kv_tokens != committed.stop or self._prefix is None:
             raise Internal(f"the engine has {kv_tokens} tokens of an import of {committed.stop}")
         # A hold before the peer hears of it: it may order a run on it at once.

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mesh.errors import Cancelled, MeshError, NotFound, Overloaded, PayloadCorrupt, StalePlan
-from mesh.kv.transfer_frames import Abort, Chunk, Commit, Want
+from mesh.kv.transfer_frames import Abort, Chunk, Commit, Offer, Want
 from mesh.node.engine import RunId
 from mesh.node.host_frames import HostFrame
 from mesh.node.port import KvSource, PortHeld
@@ -141,3 +141,19 @@ async def test_a_hold_is_kept_while_it_is_shipped() -> None:
         await asyncio.sleep(0.01)
     assert bench.edge.statistics().holds_expired_total == 1
     assert bench.core.statistics().holds_expired_total == 1
+
+
+@pytest.mark.parametrize("kind", [Offer, Chunk, Commit])
+async def test_a_target_that_is_released_while_its_kv_arrives(bench: Bench, kind: type) -> None:
+    """Before the engine has heard of it, in the middle, and at the end: it is gone, and not for a while only."""
+    chores: list[asyncio.Task[None]] = []
+
+    def release_first(frame: HostFrame) -> list[HostFrame]:
+        if isinstance(frame, kind):
+            chores.append(asyncio.create_task(bench.target.release(RunId("target"))))
+        return [frame]
+
+    bench.tamper_sender(release_first)
+    await bench.fails((Cancelled, NotFound))
+    await asyncio.gather(*chores)
+    await bench.still_good()
