@@ -32,6 +32,7 @@ from tests.conformance.engine_runs import (
     prompt_of,
     run,
     run_spec,
+    run_until_paused,
     until,
 )
 
@@ -88,11 +89,7 @@ class KvConformance(EngineFixtures):
     async def test_pause_and_continue_lose_no_token(self, engine: Engine) -> None:
         prompt = prompt_of(engine, 40)
         want = await run(engine, run_spec("w", prompt, greedy(120), salt=OTHER_SALT))
-        seen = Outcome()
-        task = asyncio.create_task(collect(engine.generate(run_spec("r", prompt, greedy(120))), seen))
-        await until(lambda: len(seen.ids) >= 3)
-        await engine.pause(RunId("r"))
-        first = await task
+        first = await run_until_paused(engine, "r", prompt, greedy(120), after_tokens=3)
         n = len(first.ids)
         assert 3 <= n < 120
         assert first.held == Held(40 + n - 1)  # the last token has no KV yet
@@ -150,7 +147,7 @@ class KvConformance(EngineFixtures):
     async def test_export_while_it_runs(self, engine: Engine) -> None:
         seen = Outcome()
         prompt = prompt_of(engine, 30)
-        task = asyncio.create_task(collect(engine.generate(run_spec("r", prompt, greedy(150))), seen))
+        task = asyncio.create_task(collect(engine.generate(run_spec("r", prompt, greedy(220))), seen))
         await until(lambda: len(seen.ids) >= 2)
         now = await engine.kv_tokens(RunId("r"))
         early = await engine.export_kv(RunId("r"), 0, now)
@@ -184,11 +181,7 @@ class KvConformance(EngineFixtures):
 
     async def test_a_moved_run_may_write_beyond_the_tokens_known_at_first(self, engine: Engine) -> None:
         prompt = prompt_of(engine, 30)
-        seen = Outcome()
-        task = asyncio.create_task(collect(engine.generate(run_spec("r", prompt, greedy(150))), seen))
-        await until(lambda: len(seen.ids) >= 3)
-        await engine.pause(RunId("r"))
-        first = await task
+        first = await run_until_paused(engine, "r", prompt, greedy(150), after_tokens=3)
         kv = first.held.kv_tokens
         slab = await engine.export_kv(RunId("r"), 0, kv)
         ids = prompt + first.ids

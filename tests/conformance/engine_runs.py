@@ -133,6 +133,24 @@ async def pause_run(engine: Engine, run_id: str) -> None:
             await asyncio.sleep(0)
 
 
+async def run_until_paused(
+    engine: Engine, run_id: str, prompt: Sequence[int], sampling: SamplingParams, after_tokens: int
+) -> Outcome:
+    """Start a run and pause it once it gave `after_tokens`; again if it was faster (on a busy machine)."""
+    for _ in range(20):
+        seen = Outcome()
+        task = asyncio.create_task(collect(engine.generate(run_spec(run_id, prompt, sampling)), seen))
+        await until(lambda seen=seen: len(seen.ids) >= after_tokens)  # type: ignore[misc]
+        try:
+            await engine.pause(RunId(run_id))
+        except NotFound:
+            await task
+            continue
+        if isinstance((await task).last, Held):
+            return seen
+    pytest.fail("the run always ended before it could be paused")
+
+
 class EngineFixtures:
     """What a subclass overrides, and the check after each test."""
 

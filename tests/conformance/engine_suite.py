@@ -74,7 +74,7 @@ class EngineConformance(KvConformance):
 
     async def test_load_counts_a_run_and_measures_speeds(self, engine: Engine) -> None:
         seen = Outcome()
-        task = asyncio.create_task(collect(engine.generate(run_spec("r", prompt_of(engine, 40), greedy(60))), seen))
+        task = asyncio.create_task(collect(engine.generate(run_spec("r", prompt_of(engine, 40), greedy(120))), seen))
         await until(lambda: len(seen.ids) > 1)
         load = await engine.load()
         assert load.running + load.waiting == 1
@@ -156,13 +156,13 @@ class EngineConformance(KvConformance):
     async def test_a_run_id_in_use_is_refused_and_its_run_goes_on(self, engine: Engine) -> None:
         seen = Outcome()
         prompt = prompt_of(engine, 20)
-        task = asyncio.create_task(collect(engine.generate(run_spec("same", prompt, greedy(60))), seen))
+        task = asyncio.create_task(collect(engine.generate(run_spec("same", prompt, greedy(120))), seen))
         await until(lambda: len(seen.ids) > 0)
         with pytest.raises(AlreadyExists):
             await run(engine, run_spec("same", prompt))
         with pytest.raises(AlreadyExists):
             await engine.open_import(ImportSpec(run_id=RunId("same"), token_ids=prompt, max_tokens=40, salt=SALT))
-        assert len((await task).ids) == 60
+        assert len((await task).ids) == 120
 
     async def test_a_hold_keeps_its_name(self, engine: Engine) -> None:
         prompt = prompt_of(engine, 20)
