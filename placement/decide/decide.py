@@ -18,7 +18,7 @@ from placement.decide.scores import node_times
 from placement.decide.settings import DEFAULTS, DecideSettings
 from placement.decide.types import Candidate, IntArray, PlacementRequest, Plan, PlanShape, Refusal, Snapshot
 from placement.decide.ways import find_ways, rank
-from placement.policy.model import DataKind, Policy
+from placement.policy.rules import DataKind, Policy
 
 _PAIRS = (PlanShape.SPLIT, PlanShape.OFFLOAD)
 

@@ -11,7 +11,7 @@ from placement.decide.filters import filter_nodes, reasons, word
 from placement.decide.refuse import all_bits, in_words
 from placement.decide.settings import DEFAULTS, DecideSettings
 from placement.decide.types import PlacementRequest, Reason, Snapshot
-from placement.policy.model import DataKind, Policy
+from placement.policy.rules import DataKind, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

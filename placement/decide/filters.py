@@ -9,8 +9,8 @@ import numpy as np
 from mesh.identity.place import Tier
 from placement.decide.settings import DecideSettings
 from placement.decide.types import BoolArray, FloatArray, IntArray, PlacementRequest, PlanShape, Reason, Snapshot
-from placement.policy.model import DataKind, Policy
 from placement.policy.places import PlaceColumns
+from placement.policy.rules import DataKind, Policy
 
 PASSING = Reason.NOT_READY | Reason.DRAINING | Reason.STALE | Reason.CAPACITY
 PASSING |= Reason.UNREACHABLE_FROM_ENTRY | Reason.EXCLUDED

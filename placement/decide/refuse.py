@@ -7,7 +7,7 @@ import numpy as np
 from placement.decide.filters import PASSING, Filtered, reasons
 from placement.decide.types import BoolArray, IntArray, PlacementRequest, Reason, Refusal, Refused, Snapshot, Wish
 from placement.decide.ways import find_ways
-from placement.policy.model import DataKind, Policy
+from placement.policy.rules import DataKind, Policy
 
 _NAMED_NODES = 8
 _WORDS = {

@@ -18,7 +18,7 @@ import numpy as np
 from placement.decide.filters import kv_pool_full
 from placement.decide.settings import DecideSettings
 from placement.decide.types import BoolArray, FloatArray, IntArray, PlacementRequest, Snapshot
-from placement.policy.model import Prices
+from placement.policy.rules import Prices
 
 # Encoded bytes for a byte of f16: q8_0 has 34 bytes for each 32 values.
 CODEC_RATIO = {"f16": 1.0, "q8_0": 34 / 64}

@@ -105,8 +105,8 @@ class PlanRunner(Legs):
         self._last_token_s = self._now_s
         if self._first_token_s is None:
             self._first_token_s = self._now_s
-        if self._offload_to:
-            target, self._offload_to = self._offload_to, ""
+        target, self._offload_to = self._offload_to, ""
+        if target and self._reached_end() is None:
             self._begin_move(target, MoveCause.PLAN)
 
     def _on_finished(self, event: RunFinished) -> None:
@@ -148,6 +148,8 @@ class PlanRunner(Legs):
         self._run = None
         if run.untaken_hold is not None:
             self._release(run.node_id, run.untaken_hold)
+        if run.run_id in self._pausable:  # it may be a hold, of which nothing was heard
+            self._release(run.node_id, run.run_id)
         arrival, self._arrival = self._arrival, None
         if arrival is not None and arrival.transfer is not None:
             self._tell_move_failed(arrival.transfer, error)
@@ -166,10 +168,10 @@ class PlanRunner(Legs):
     def _on_source_failed(self, event: RunFailed) -> None:
         """The source of a move is gone. What it had shipped helps only if all tokens that it is of came."""
         run, transfer = self._current_run(), self._current_transfer()
-        self._release(run.node_id, run.run_id)  # it may be paused already
         if transfer.report is not None and transfer.report.tokens < len(self._token_ids()):
             self._run = None
             self._failed.add(run.node_id)
+            self._release(run.node_id, run.run_id)
             self._switch()
             return
         self._drop_transfer(event.error)

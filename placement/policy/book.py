@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from mesh.errors import PolicyDenied
+from mesh.errors import PolicyDenied, StalePlan
 from mesh.identity.place import Place
 from mesh.node.port import WorkContext
-from placement.policy.model import Policy, parse_policy
+from placement.policy.model import DataKind, Policy, parse_policy
 
 # For a tenant without a policy of its own. Everything has a home; nothing private travels.
 BUILTIN_YAML = """\
@@ -73,23 +73,32 @@ class BookGuard:
 
     `own` is the site that the work's context names as its entry's; the node listener takes contexts from members of
     the mesh only. Fails closed: a label that the policy does not know, and a tenant's policy that the entry applied
-    but this node does not have, are denied.
+    but this node does not have, are refused. A refusal by another version than the entry planned with is StalePlan:
+    one of the two has not heard the news yet, so it is no verdict, and trying again or elsewhere may help.
     """
 
     def __init__(self, book: Callable[[], PolicyBook]) -> None:
         self._book = book
 
     def check_prompt(self, context: WorkContext, place: Place) -> None:
-        """Raise PolicyDenied (with `rule`) unless a prompt of this tenant and label may be at `place`."""
-        self._policy(context, place).check_prompt(context.label, place, entry_site=context.entry_site)
+        """Raise PolicyDenied or StalePlan (both with `rule`) unless a prompt of this tenant and label may be at
+        `place`."""
+        self._check(context, place, DataKind.PROMPT)
 
     def check_kv(self, context: WorkContext, place: Place) -> None:
-        """Raise PolicyDenied (with `rule`) unless KV of this tenant and label may be at `place`."""
-        self._policy(context, place).check_kv(context.label, place, entry_site=context.entry_site)
+        """Raise PolicyDenied or StalePlan (both with `rule`) unless KV of this tenant and label may be at `place`."""
+        self._check(context, place, DataKind.KV)
 
-    def _policy(self, context: WorkContext, place: Place) -> Policy:
+    def _check(self, context: WorkContext, place: Place, kind: DataKind) -> None:
         found = self._book().lookup(context.tenant)
         if context.policy_version > 0 and found.version == 0:
-            message = f"policy version {context.policy_version} of tenant {context.tenant} is not known here"
-            raise PolicyDenied(message, rule="unknown-policy", node=place.node_id)
-        return found.policy
+            message = f"policy version {context.policy_version} of tenant {context.tenant} is not known here yet"
+            raise StalePlan(message, rule="unknown-policy", node=place.node_id)
+        check = found.policy.check_prompt if kind is DataKind.PROMPT else found.policy.check_kv
+        try:
+            check(context.label, place, entry_site=context.entry_site)
+        except PolicyDenied as error:
+            if found.version == context.policy_version:
+                raise
+            versions = f"the plan is of policy version {context.policy_version}, this node has {found.version}"
+            raise StalePlan(f"{error.message}; {versions}", **error.details) from error

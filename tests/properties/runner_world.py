@@ -14,6 +14,7 @@ from mesh import errors
 from mesh.errors import MeshError
 from mesh.node.engine import FinishReason, RunId
 from placement.entry.runner import PlanRunner
+from placement.entry.runner_legs import Phase
 from placement.entry.runner_types import (
     Begin,
     Cancelled,
@@ -60,6 +61,8 @@ class SimRun:
     node: str
     run_id: RunId
     length: int  # tokens it has, prompt included
+    kv_from: RunId | None
+    started: bool = False  # the order has reached the node
     prefilled: bool = False
 
 
@@ -112,11 +115,11 @@ class World:
                 self.nodes_used |= {effect.source_node_id, effect.target_node_id}
                 self.transfers[effect.transfer_id] = SimTransfer(effect)
             case CloseRun(run_id=run_id):
-                self.runs.pop(run_id, None)
+                self._close(run_id)
                 if self.rng.random() < 0.5:  # what was on the way may or may not still be delivered
                     self.streams.pop(run_id, None)
             case CancelMove(transfer_id=transfer_id):
-                self.transfers.pop(transfer_id, None)
+                self._cancel(transfer_id)
             case Release(node_id=node_id, run_id=run_id):
                 if run_id in self.holds:
                     assert self.holds[run_id][0] == node_id
@@ -134,14 +137,22 @@ class World:
         if not self.up.get(effect.node_id, True):
             stream.append(RunFailed(run_id=effect.run_id, error=errors.NodeUnreachable("down", node=effect.node_id)))
             return
-        if effect.kv_from is not None:
-            node, kv_tokens = self.holds.get(effect.kv_from, ("", 0))
-            if node != effect.node_id:
-                stream.append(RunFailed(run_id=effect.run_id, error=errors.NotFound("no such hold")))
-                return
-            assert kv_tokens < len(effect.token_ids), "a hold reaches beyond the tokens"
-            del self.holds[effect.kv_from]
-        self.runs[effect.run_id] = SimRun(effect.node_id, effect.run_id, len(effect.token_ids))
+        self.runs[effect.run_id] = SimRun(effect.node_id, effect.run_id, len(effect.token_ids), effect.kv_from)
+
+    def _close(self, run_id: RunId) -> None:
+        """Cancel a run; a transfer may have paused it at the same moment, which nobody tells any more."""
+        shipping = any(t.effect.source_run == run_id and t.step == 1 for t in self.transfers.values())
+        if run_id in self.runs and self.runs[run_id].started and shipping and self.rng.random() < 0.5:
+            self._pause(run_id)
+        self.runs.pop(run_id, None)
+
+    def _cancel(self, transfer_id: str) -> None:
+        """Cancel a transfer; it may have been done at the same moment, which nobody tells any more."""
+        transfer = self.transfers.pop(transfer_id, None)
+        if transfer is not None and transfer.effect.source_run in self.holds and self.rng.random() < 0.5:
+            kv_tokens = self.holds[transfer.effect.source_run][1]
+            if self.up.get(transfer.effect.target_node_id, True):
+                self.holds[transfer.effect.target_run] = (transfer.effect.target_node_id, kv_tokens)
 
     # What may happen next
 
@@ -154,7 +165,8 @@ class World:
         if not choices:
             return False
         if not self.ended:
-            if self.faults and self.rng.random() < 0.15:
+            delicate = self.transfers or self.arrived or self.runner.phase is Phase.ARRIVING
+            if self.faults and self.rng.random() < (0.25 if delicate else 0.05):
                 self.faults -= 1
                 self._fault()
                 return True
@@ -165,7 +177,7 @@ class World:
                 self.nodes_used.add(target)
                 self.feed(MoveRequested(target_node_id=target, cause=MoveCause.OPERATOR))
                 return True
-            if self.stops and self.rng.random() < 0.05:
+            if self.stops and self.rng.random() < (0.1 if delicate else 0.02):
                 self.feed(self.rng.choice([Cancelled(), DeadlineExpired()]))
                 return True
         action, what = self.rng.choice(choices)
@@ -185,7 +197,15 @@ class World:
 
     def _advance_run(self, run_id: RunId) -> None:
         run, stream = self.runs[run_id], self.streams[run_id]
-        if not run.prefilled:
+        if not run.started:
+            run.started = True
+            if run.kv_from is not None:
+                node, kv_tokens = self.holds.pop(run.kv_from, ("", 0))
+                if node != run.node:
+                    del self.runs[run_id]
+                    stream.append(RunFailed(run_id=run_id, error=errors.NotFound("no such hold")))
+                assert kv_tokens < run.length, "a hold reaches beyond the tokens"
+        elif not run.prefilled:
             run.prefilled = True
             stream.append(RunPrefilled(run_id=run_id, tokens=run.length, cached_tokens=1))
         elif run.length >= self.end:
@@ -212,7 +232,9 @@ class World:
         if transfer.step == 1 and effect.source is KvSourceKind.PREFILL:
             self.holds[effect.source_run] = (effect.source_node_id, len(effect.token_ids))
         if transfer.step == 2 and effect.source is KvSourceKind.RUNNING:
-            if effect.source_run not in self.runs:  # it finished, failed, or its node came back empty
+            if (
+                effect.source_run not in self.runs or not self.runs[effect.source_run].started
+            ):  # it finished, failed, or its node came back empty
                 self._end_kv(transfer_id, errors.NotFound("no such run"))
                 return
             self._pause(effect.source_run)

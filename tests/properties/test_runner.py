@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from mesh import errors
 from placement.entry.runner import PlanRunner
 from placement.entry.runner_legs import Phase
-from placement.entry.runner_types import Emit, EmitMigration, Fail, Finish, MoveFailed, MoveKv
+from placement.entry.runner_types import Emit, EmitMigration, Fail, Finish, MoveCause, MoveFailed, MoveKv
 from tests.placement.entry.plans import PROMPT, spec
 from tests.properties.runner_world import World
 
 WAYS = ("edge", "core", "core>edge", "edge>core", "core2", "core2>edge")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.lists(st.sampled_from(WAYS), min_size=1, max_size=5, unique=True),
     st.integers(0, 2**32),
@@ -30,10 +30,23 @@ WAYS = ("edge", "core", "core>edge", "edge>core", "core2", "core2>edge")
 def test_one_outcome_every_token_once_nothing_left(
     ways: list[str], seed: int, length: int, stops: bool, faults: int, moves: int
 ) -> None:
-    end = len(PROMPT) + length
-    world = World(spec(*ways, max_tokens=length), random.Random(seed), end=end, faults=faults, moves=moves, stops=stops)
-    world.play()
+    for game in range(20):
+        world = World(
+            spec(*ways, max_tokens=length),
+            random.Random(f"{seed}/{game}"),
+            end=len(PROMPT) + length,
+            faults=faults,
+            moves=moves,
+            stops=stops,
+        )
+        world.play()
+        check(world)
+        if not (faults or moves or stops):
+            assert any(isinstance(e, Finish) for e in world.effects)
 
+
+def check(world: World) -> None:
+    """What holds after every game."""
     outcomes = [e for e in world.effects if isinstance(e, Finish | Fail)]
     assert len(outcomes) == 1
     assert world.runner.phase is Phase.ENDED
@@ -45,9 +58,7 @@ def test_one_outcome_every_token_once_nothing_left(
         position += len(emit.ids)
     assert outcomes[0].usage.completion_tokens == position - len(PROMPT)
     if isinstance(outcomes[0], Finish):
-        assert position == end
-    if not (faults or moves or stops):
-        assert isinstance(outcomes[0], Finish)
+        assert position == world.end
 
     assert world.runs == {}
     assert world.holds == {}
@@ -57,21 +68,12 @@ def test_one_outcome_every_token_once_nothing_left(
     shipped = sum(isinstance(e, MoveKv) for e in world.effects)
     failed = sum(isinstance(e, MoveFailed) for e in world.effects)
     arrived = sum(isinstance(e, EmitMigration) and bool(e.codec) for e in world.effects)
-    refused = failed + arrived - shipped
-    asked = [e for e in world.effects if isinstance(e, EmitMigration | MoveFailed) and e.cause.value == "operator"]
+    asked = [e for e in world.effects if isinstance(e, EmitMigration | MoveFailed) and e.cause is MoveCause.OPERATOR]
     assert len(asked) == world.requested
-    assert 0 <= refused <= world.requested
+    assert 0 <= failed + arrived - shipped <= world.requested  # those refused at once shipped nothing
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.sampled_from(WAYS), st.integers(0, 2**32), st.integers(2, 12))
-def test_moves_alone_never_fail_a_request(way: str, seed: int, length: int) -> None:
-    world = World(spec(way, max_tokens=length), random.Random(seed), end=len(PROMPT) + length, faults=0, moves=6)
-    world.play()
-    assert any(isinstance(e, Finish) for e in world.effects)
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_without_fallbacks_only_the_choice_and_moves_are_used(seed: int) -> None:
     world = World(spec("core", max_tokens=6), random.Random(seed), end=len(PROMPT) + 6, moves=0)
@@ -79,7 +81,7 @@ def test_without_fallbacks_only_the_choice_and_moves_are_used(seed: int) -> None
     assert world.nodes_used == {"core"}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=12))
 def test_the_same_events_give_the_same_effects(seeds: list[int]) -> None:
     def played() -> list[object]:

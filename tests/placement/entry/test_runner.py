@@ -311,6 +311,17 @@ def test_the_kept_prefill_serves_a_fallback_at_its_node() -> None:
     assert player(failed(2))[-1] == start("core", 3, kv_from=0)
 
 
+def test_a_split_after_a_split_gives_up_the_first_prefill() -> None:
+    player = Player(spec("core>edge", "core>spare", "core"))
+    player.begin()
+    player(moved(0, 3))
+    effects = player(failed(2))
+    assert release("core", 0) in effects
+    assert isinstance(effects[-1], MoveKv)
+    assert effects[-1].target_node_id == "spare"
+    assert player(broken(1))[-1] == start("core", 5)
+
+
 def test_kv_that_reaches_beyond_the_tokens_is_not_used() -> None:
     player = Player(spec("core"))
     player.begin()
