@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.errors import InvalidRequest, PolicyDenied
+from mesh.errors import InvalidRequest, PolicyDenied, StalePlan
 from mesh.identity.place import Place, Role, Tier
 from mesh.node.port import WorkContext
 from placement.policy.book import BUILTIN, BUILTIN_YAML, BookGuard, PolicyBook
@@ -109,7 +109,6 @@ def test_the_guard_asks_the_book_of_the_moment() -> None:
     ("work", "rule"),
     [
         (context("secret"), "unknown-label"),
-        (context("internal", version=4), "unknown-policy"),
         (context("restricted"), "rules.restricted"),
         (context("restricted", entry_site=""), "rules.restricted"),
     ],
@@ -120,6 +119,21 @@ def test_the_guard_fails_closed(work: WorkContext, rule: str) -> None:
         with pytest.raises(PolicyDenied) as caught:
             check(work, CORE)
         assert caught.value.details["rule"] == rule
+
+
+def test_a_refusal_by_another_version_than_the_plan_s_is_a_stale_plan() -> None:
+    books = [PolicyBook()]
+    guard = BookGuard(lambda: books[-1])
+    for check in (guard.check_prompt, guard.check_kv):
+        with pytest.raises(StalePlan) as unknown:
+            check(context("internal", version=4), CORE)
+        assert unknown.value.details["rule"] == "unknown-policy"
+    books.append(PolicyBook.of([("acme", "version: 1\nrules: {internal: {sites: [dc2]}}", 3)]))
+    for version in (0, 2, 4):
+        with pytest.raises(StalePlan) as stale:
+            guard.check_prompt(context("internal", version=version), CORE)
+        assert stale.value.details["rule"] == "rules.internal"
+        guard.check_prompt(context("internal", version=version), US_CORE)
 
 
 def test_a_book_of_documents_knows_their_versions() -> None:
