@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import random
 from collections.abc import Callable
 
@@ -26,12 +25,13 @@ from mesh.rpc.uplink.backoff import FullJitter
 from mesh.rpc.uplink.clock import Clock, SystemClock, time_limit
 from mesh.rpc.uplink.orders import OnCommand
 from mesh.rpc.uplink.types import AgentFacts, LinkState, UplinkHost, UplinkLimits
+from mesh.telemetry.log import get_logger
 from mesh.v1 import uplink_pb2_grpc
 
 ATTACH_TIMEOUT_S = 10.0
 """From dialling to the lease."""
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class UplinkAgent:
@@ -78,6 +78,7 @@ class UplinkAgent:
             connected=session is not None,
             since_monotonic_s=self._since_s,
             session_id=session.session_id if session else "",
+            heard_monotonic_s=session.heard_s if session else None,
             rtt_s=session.rtt_s if session else None,
             last_error=self._last_error,
         )
@@ -119,13 +120,15 @@ class UplinkAgent:
             except MeshError as exc:
                 error = exc
             except Exception:
-                log.exception("an uplink session failed by a bug")
+                log.exception("uplink_failed_by_a_bug")
                 error = Internal("an uplink session failed by a bug; the log has it")
             else:
                 return  # it was asked to stop
+            if self._stopping.is_set() or being_cancelled():
+                return  # grpc can answer a cancellation with the end of the call; it must not be lost
             if self._logged_reason != error.reason:
                 self._logged_reason = error.reason
-                log.warning("uplink down: reason=%s message=%s", error.reason, error.message)
+                log.warning("uplink_down", reason=error.reason, error=error.message)
             self._last_error = error
             await self._clock.sleep(self._backoff.next_s())
 
@@ -187,4 +190,4 @@ class UplinkAgent:
             self._disconnected.clear()
             self._connected.set()
             self._logged_reason = ""
-            log.info("uplink up: session_id=%s", session.session_id)
+            log.info("uplink_up", lease_s=session.lease_s)

@@ -7,7 +7,6 @@ awaited before `run` leaves.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 import grpc.aio
@@ -20,12 +19,13 @@ from mesh.rpc.uplink.lease import HeartbeatBook, Lease
 from mesh.rpc.uplink.orders import OnCommand, Orders
 from mesh.rpc.uplink.outbox import Outbox
 from mesh.rpc.uplink.types import UplinkHost, UplinkLimits
+from mesh.telemetry.log import get_logger
 from mesh.v1 import admin_pb2, node_pb2, uplink_pb2
 
 OnConfig = Callable[[uplink_pb2.SiteConfig], Awaitable[None]]
 OnSnapshot = Callable[[admin_pb2.Snapshot], Awaitable[None]]
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def being_cancelled() -> bool:
@@ -73,6 +73,11 @@ class AgentSession:
         self._load_failed = False
         self._ended: asyncio.Future[MeshError | None] = asyncio.get_running_loop().create_future()
 
+    @property
+    def heard_s(self) -> float:
+        """When the newest message that the hub is known to have got had been sent, monotonic."""
+        return self._lease.renewed_s
+
     async def run(self, stopping: asyncio.Event) -> None:
         """Until the session ends: raises why. Returns if it ended because `stopping` was set."""
         try:
@@ -90,7 +95,10 @@ class AgentSession:
                 tasks.create_task(self._watch_lease())
                 tasks.create_task(self._deliver_pushes())
                 tasks.create_task(self._leave(stopping, orders))
-                error = await asyncio.shield(self._ended)
+                try:
+                    error = await asyncio.shield(self._ended)
+                finally:
+                    self._outbox.finish()  # grpc can lose a cancellation; the writer then ends by itself
                 raise _Ended
         except* _Ended:
             pass
@@ -165,7 +173,8 @@ class AgentSession:
                 load = wire.load_to_wire(await self._host.load(), draining=self._host.draining)
         except (TimeoutError, MeshError) as exc:
             if not self._load_failed:
-                log.warning("the engine does not tell its load: %s", exc or "no answer in time")
+                reason = exc.reason if isinstance(exc, MeshError) else "no answer in time"
+                log.warning("load_not_told", reason=reason)
             self._load_failed = True
             return None
         self._load_failed = False

@@ -10,9 +10,11 @@ import random
 
 
 class FullJitter:
-    """The n-th delay since the last reset is uniform in [0, min(cap_s, base_s * 2**n))."""
+    """The n-th delay since the last reset is uniform in [0, min(cap_s, base_s * 2**n)). `base_s` is 0.2, or the cap
+    if that is lower."""
 
-    def __init__(self, rng: random.Random, *, base_s: float = 0.2, cap_s: float = 5.0) -> None:
+    def __init__(self, rng: random.Random, *, base_s: float | None = None, cap_s: float = 5.0) -> None:
+        base_s = min(0.2, cap_s) if base_s is None else base_s
         if not 0.0 < base_s <= cap_s:
             raise ValueError(f"need 0 < base_s <= cap_s, got {base_s} and {cap_s}")
         self._rng = rng

@@ -9,7 +9,6 @@ states and in the log.
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
 
@@ -23,13 +22,14 @@ from mesh.rpc.uplink.clock import Clock, SystemClock, time_limit
 from mesh.rpc.uplink.port import UplinkPort
 from mesh.rpc.uplink.session import Session
 from mesh.rpc.uplink.types import AttachedEdge, UplinkLimits
+from mesh.telemetry.log import get_logger
 from mesh.v1 import admin_pb2, uplink_pb2, uplink_pb2_grpc
 
 PeerPlace = Callable[[grpc.aio.ServicerContext], Place]
 ConfigFor = Callable[[Place], uplink_pb2.SiteConfig]
 SnapshotFor = Callable[[Place], admin_pb2.Snapshot]
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class UplinkHub(uplink_pb2_grpc.UplinkServicer):
@@ -143,7 +143,8 @@ class UplinkHub(uplink_pb2_grpc.UplinkServicer):
             await session.serve(requests, context.write)
         finally:
             session.end(NodeUnreachable(f"node {place.node_id} is not attached", node=place.node_id), told=None)
-            log.info("uplink session ended: node_id=%s session_id=%s", place.node_id, session.session_id)
+            reason = session.why.reason if session.why is not None else ""
+            log.info("uplink_ended", peer=place.node_id, site=place.site, reason=reason)
 
     async def _greet(self, place: Place, requests: AsyncIterator[uplink_pb2.AttachRequest]) -> Session:
         try:
@@ -156,7 +157,7 @@ class UplinkHub(uplink_pb2_grpc.UplinkServicer):
         facts, load, draining = wire.hello_from_wire(first)
         skew_s = first.hello.clock_unix_s - self._clock.unix()
         if abs(skew_s) > self._lease_s:
-            log.warning("agent's clock is off: node_id=%s skew_s=%.1f", place.node_id, skew_s)
+            log.warning("agent_clock_off", peer=place.node_id, skew_s=round(skew_s, 1))
         session = Session(
             session_id=uuid.uuid4().hex,
             place=place,
@@ -179,10 +180,7 @@ class UplinkHub(uplink_pb2_grpc.UplinkServicer):
         if older is not None:
             replaced = LeaseLost(f"a newer session of {place.node_id} replaced this one", node=place.node_id)
             older.end(replaced, told=replaced)
-        log.info(
-            "agent attached: node_id=%s site=%s session_id=%s replaced=%s",
-            *(place.node_id, place.site, session.session_id, older is not None),
-        )
+        log.info("agent_attached", peer=place.node_id, site=place.site, replaced=older is not None)
         if self._config_for is not None:
             session.push("config", uplink_pb2.AttachResponse(config=self._config_for(place)))
         if self._snapshot_for is not None:

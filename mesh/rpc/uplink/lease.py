@@ -21,6 +21,11 @@ class Lease:
         self.lease_s = lease_s
         self._renewed_s = now_s
 
+    @property
+    def renewed_s(self) -> float:
+        """As of when it was last renewed."""
+        return self._renewed_s
+
     def renew(self, at_s: float) -> None:
         """Renew as of `at_s`; an earlier time than the last one changes nothing."""
         self._renewed_s = max(self._renewed_s, at_s)

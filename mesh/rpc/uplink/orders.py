@@ -7,7 +7,6 @@ hub has closed it by then). A task is cancelled by the hub's WorkCancel, and wit
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Hashable
 
 from mesh.errors import Draining, Internal, InvalidRequest, MeshError, Overloaded
@@ -16,11 +15,12 @@ from mesh.node.port import PortFinished, PortHeld
 from mesh.rpc.uplink import wire
 from mesh.rpc.uplink.outbox import Outbox
 from mesh.rpc.uplink.types import UplinkHost, UplinkLimits
+from mesh.telemetry.log import get_logger
 from mesh.v1 import uplink_pb2
 
 OnCommand = Callable[[uplink_pb2.Command], Awaitable[uplink_pb2.CommandResult]]
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class Orders:
@@ -91,7 +91,7 @@ class Orders:
         except MeshError as exc:
             result = wire.failed_to_wire(work_id, exc)
         except Exception:
-            log.exception("an order failed by a bug: work_id=%s", work_id)
+            log.exception("order_failed_by_a_bug", work_id=work_id)
             result = wire.failed_to_wire(work_id, Internal("internal error at the edge node; its log has it"))
         if result is not None:
             await self._send(result, key=work_id)
@@ -117,7 +117,7 @@ class Orders:
         try:
             await self._host.release(run_id)
         except MeshError as exc:
-            log.warning("release failed: run_id=%s reason=%s", run_id, exc.reason)
+            log.warning("release_failed", run_id=run_id, reason=exc.reason)
 
     async def _command(self, command: uplink_pb2.Command) -> None:
         result, error = None, None
@@ -128,7 +128,7 @@ class Orders:
         except MeshError as exc:
             error = exc
         except Exception:
-            log.exception("a command failed by a bug: command_id=%s", command.command_id)
+            log.exception("command_failed_by_a_bug", command_id=command.command_id)
             error = Internal("internal error at the edge node; its log has it")
         await self._send(wire.answer_to_wire(command.command_id, result, error))
 

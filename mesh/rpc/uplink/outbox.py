@@ -79,6 +79,8 @@ class Outbox(Generic[M]):
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
                 self._admit()
+            elif not waiter.admitted.cancelled():
+                waiter.admitted.exception()  # seen: the cancellation came first
             raise
 
     def put_urgent(self, message: M) -> None:

@@ -64,6 +64,7 @@ class Session:
         self.session_id = session_id
         self.place = place
         self.facts = facts
+        self.why: MeshError | None = None  # it ended
         self._load, self._draining = load, draining
         self._clock = clock
         self._limits = limits
@@ -128,11 +129,14 @@ class Session:
                     tasks.create_task(self._write(write)),
                     tasks.create_task(self._watch_lease()),
                 ]
-                told = await asyncio.shield(self._ended)
+                try:
+                    told = await asyncio.shield(self._ended)
+                finally:
+                    self.end(self._unreachable("its uplink broke"), told=None)
                 for loop in loops:
                     loop.cancel()
         finally:
-            self.end(self._unreachable("its uplink broke"), told=None)
+            self.end(self._unreachable("its uplink failed by a bug"), told=None)
         if told is not None:
             raise told
 
@@ -141,6 +145,7 @@ class Session:
         Idempotent; the first reason stands."""
         if self._ended.done():
             return
+        self.why = why
         self._ended.set_result(told)
         self._works.fail_all(why)
         self._outbox.close(why)
@@ -282,7 +287,8 @@ class Session:
         finally:
             del self._commands[command_id]
             self._outbox.discard(("command", command_id))
-            answer.cancel()
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # seen: an error of the session may have reached the writer above instead
 
     def _send_cancel(self, work_id: int) -> None:
         self._outbox.put_urgent(uplink_pb2.AttachResponse(cancel=uplink_pb2.WorkCancel(work_id=work_id)))

@@ -61,11 +61,13 @@ class AgentFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkState:
     """The agent's side of its link. `since_monotonic_s`: connected, or disconnected, since then, by the agent's
-    clock. `last_error` is why the last session or attempt ended; None before the first end."""
+    clock. `heard_monotonic_s`: what was sent then is known to have reached the hub; None while disconnected.
+    `last_error` is why the last session or attempt ended; None before the first end."""
 
     connected: bool
     since_monotonic_s: float
     session_id: str
+    heard_monotonic_s: float | None
     rtt_s: float | None
     last_error: MeshError | None
 

@@ -19,6 +19,11 @@ def test_the_ceiling_doubles_up_to_the_cap() -> None:
     assert [backoff.next_s() for _ in range(7)] == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
 
 
+def test_a_low_cap_lowers_the_first_delay() -> None:
+    backoff = FullJitter(Highest(), cap_s=0.05)
+    assert [backoff.next_s() for _ in range(3)] == pytest.approx([0.05, 0.05, 0.05])
+
+
 def test_reset_starts_over() -> None:
     backoff = FullJitter(Highest(), base_s=0.2, cap_s=5.0)
     for _ in range(4):

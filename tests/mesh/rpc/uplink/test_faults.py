@@ -191,12 +191,13 @@ class TestLease:
             assert edge.rtt_s == pytest.approx(0.5)
             assert edge.age_s == pytest.approx(40.0)  # none of them told the load
 
-    async def test_the_agent_keeps_its_pace_and_lets_go_when_it_is_not_renewed(self) -> None:
+    async def test_the_agent_keeps_its_lease_for_as_long_as_it_is_renewed(self) -> None:
         clock = VirtualClock()
         async with mesh(clock=clock) as m:
             site = await m.attach("edge-1")
             for _ in range(10):
                 await eventually(lambda: m.hub.attached()[0].age_s == 0.0)
+                await eventually(lambda: site.agent.state.heard_monotonic_s == clock.monotonic())
                 await clock.advance(2.0)
             assert site.agent.state.connected
 
@@ -347,23 +348,23 @@ class TestOddAgents:
             assert len(m.hub.attached()) == 1
 
     async def test_a_slow_agent_costs_the_hub_no_more_than_the_bound(self) -> None:
-        limits = UplinkLimits(outbox_bytes=256 * 1024, max_open=200)
+        limits = UplinkLimits(outbox_bytes=256 * 1024, max_open=60)
         clock = VirtualClock()
         async with mesh(limits=limits, clock=clock) as m, raw_attached(m):  # reads nothing more
             port = m.hub.port("edge-1")
             session = m.hub._sessions["edge-1"]
-            runs = [asyncio.create_task(collect(port.run(run_order(f"run-{i}", prompt=30_000)))) for i in range(200)]
+            runs = [asyncio.create_task(collect(port.run(run_order(f"run-{i}", prompt=50_000)))) for i in range(60)]
             await eventually(lambda: session.waiting_orders > 0)
             assert session.queued_bytes <= limits.outbox_bytes
-            for run in runs[100:]:
+            for run in runs[30:]:
                 run.cancel()
-            await asyncio.gather(*runs[100:], return_exceptions=True)
-            assert session.open_orders == 100
+            await asyncio.gather(*runs[30:], return_exceptions=True)
+            assert session.open_orders == 30
             assert session.queued_bytes <= limits.outbox_bytes
             for version in range(1000):
                 m.hub.push_snapshot(lambda _, v=version: admin_pb2.Snapshot(version=v))  # type: ignore[misc]
             await clock.advance(6.1)
-            errors = await asyncio.gather(*(error_of(run) for run in runs[:100]))
+            errors = await asyncio.gather(*(error_of(run) for run in runs[:30]))
             assert all(isinstance(error, NodeUnreachable) for error in errors)
             assert session.queued_bytes == 0
             assert session.open_orders == 0
