@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mesh.address import HostPort
+from mesh.client import MeshClient
 from mesh.configfile import to_yaml
-from mesh.errors import InvalidRequest, MeshError, UnknownNode
+from mesh.errors import InvalidRequest, MeshError, NodeUnreachable, UnknownNode
 from mesh.identity.ca import CertificateAuthority
 from mesh.identity.files import make_private_folder, write_private
 from mesh.identity.place import Place, Role
@@ -29,6 +30,8 @@ from mesh.local.process import NodeProcess
 
 NODE_COMMAND = (sys.executable, "-m", "mesh.cli.main")
 _DRAIN_TIMEOUT_S = 20.0
+_SEEN_TIMEOUT_S = 30.0
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,7 @@ class LocalMesh:
             placement = HostPort.parse(ready[PLACEMENT_ID]["node"]) if ready else None
             ready[place.node_id] = await self._start_one(place, authority, placement)
         api_key, admin_key = _read_keys(self.plan.keys_file)
+        await self._until_seen(ready[PLACEMENT_ID]["grpc"], admin_key)
         ca_file = self.plan.folder / "ca.pem"
         write_private(ca_file, authority.ca_pem)
         return MeshReady(
@@ -169,6 +173,18 @@ class LocalMesh:
             self._tell(f"{place.node_id} did not start; the end of its log:\n{process.log_tail()}")
             raise
 
+    async def _until_seen(self, address: str, admin_key: str) -> None:
+        """Wait until placement sees every node as ready. Raises NodeUnreachable after _SEEN_TIMEOUT_S."""
+        expected = set(self._processes) - {PLACEMENT_ID}
+        missing = expected
+        try:
+            async with asyncio.timeout(_SEEN_TIMEOUT_S):
+                while missing := expected - await ready_nodes(address, admin_key):
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as exc:
+            names = ", ".join(sorted(missing))
+            raise NodeUnreachable(f"placement did not see {names} within {_SEEN_TIMEOUT_S:.0f} s", node=names) from exc
+
     def _process(self, node_id: str) -> NodeProcess:
         if node_id not in self._processes:
             raise UnknownNode(f"{node_id} is not of this mesh; it has {', '.join(self._processes)}", node=node_id)
@@ -186,6 +202,12 @@ class LocalMesh:
                 field="state",
             ) from exc
         self._lock = handle
+
+
+async def ready_nodes(address: str, admin_key: str) -> set[str]:
+    """Ids of the nodes that the placement service at `address` sees as ready."""
+    async with MeshClient(address, admin_key) as client:
+        return {node.node_id for node in (await client.snapshot()).nodes if node.state == "ready"}
 
 
 def _check_free(address: HostPort) -> None:

@@ -30,6 +30,19 @@ def make_plan(folder: Path, **changes: object) -> LocalPlan:
     return LocalPlan(**(values | changes))  # type: ignore[arg-type]
 
 
+@pytest.fixture(autouse=True)
+def seen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What the stand-in placement, which answers no calls, is taken to see."""
+    nodes = {"core-1", "edge-paris"}
+
+    async def ready_nodes(address: str, admin_key: str) -> set[str]:
+        assert (address, admin_key) == ("127.0.0.1:1001", "ka")
+        return nodes
+
+    monkeypatch.setattr(local_mesh_module, "ready_nodes", ready_nodes)
+    return nodes
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -92,6 +105,17 @@ async def test_a_silent_process_times_out(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(NodeUnreachable, match="not ready after"):
         await mesh.start()
     assert mesh._processes["placement-1"].pid is None
+    await mesh.stop()
+
+
+async def test_a_node_that_placement_does_not_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: set[str]
+) -> None:
+    monkeypatch.setattr(local_mesh_module, "_SEEN_TIMEOUT_S", 0.2)
+    seen.remove("edge-paris")
+    mesh = LocalMesh(make_plan(tmp_path), lambda line: None, FAKE)
+    with pytest.raises(NodeUnreachable, match="placement did not see edge-paris"):
+        await mesh.start()
     await mesh.stop()
 
 
