@@ -30,7 +30,7 @@ WAYS = ("edge", "core", "core>edge", "edge>core", "core2", "core2>edge")
 def test_one_outcome_every_token_once_nothing_left(
     ways: list[str], seed: int, length: int, stops: bool, faults: int, moves: int
 ) -> None:
-    for game in range(20):
+    for game in range(30):
         world = World(
             spec(*ways, max_tokens=length),
             random.Random(f"{seed}/{game}"),
