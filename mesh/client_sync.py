@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator
+from contextlib import aclosing
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 
@@ -18,7 +20,7 @@ from mesh.client_types import Completion, Event, Options, Prompt
 from mesh.v1 import admin_pb2, inference_pb2
 
 T = TypeVar("T")
-_INTERRUPT_WAIT_S: Final = 5.0
+_CLOSE_WAIT_S: Final = 5.0
 
 
 class SyncMeshClient:
@@ -59,12 +61,15 @@ class SyncMeshClient:
         self, prompt: Prompt, *, resume: bool = True, **options: Unpack[Options]
     ) -> Generator[Event, None, None]:
         """Closing the generator ends the request."""
-        events = self._client.generate(prompt, resume=resume, **options)
+        pump = _Pump(self._client.generate(prompt, resume=resume, **options))
         try:
-            while (event := self._run(_next(events))) is not None:
-                yield event
+            asyncio.run_coroutine_threadsafe(pump.run(), self._loop)
+            while (item := pump.items.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
         finally:
-            self._run(events.aclose())
+            pump.close(self._loop)
 
     def complete(self, prompt: Prompt, *, resume: bool = True, **options: Unpack[Options]) -> Completion:
         """The whole answer."""
@@ -131,28 +136,57 @@ class SyncMeshClient:
         self._run(self._client.revoke_key(key_id))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        ended = threading.Event()
-
-        async def tracked() -> T:
-            try:
-                return await work
-            finally:
-                ended.set()
-
-        future = asyncio.run_coroutine_threadsafe(tracked(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
-            # A KeyboardInterrupt here must end the call there, and what comes next must find it ended.
-            future.cancel()
-            ended.wait(_INTERRUPT_WAIT_S)
+            future.cancel()  # a KeyboardInterrupt here must end the call there
             raise
 
     def _stop(self) -> None:
+        async def end_calls() -> None:
+            calls = asyncio.all_tasks() - {asyncio.current_task()}
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+        self._run(end_calls())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
-async def _next(events: AsyncGenerator[Event, None]) -> Event | None:
-    return await anext(events, None)
+class _Pump:
+    """Carries events from the loop's thread to the caller's. A KeyboardInterrupt may hit the caller at any line, so
+    the generator is closed where it runs, by the task that runs it."""
+
+    def __init__(self, events: AsyncGenerator[Event, None]) -> None:
+        self.items: SimpleQueue[Event | BaseException | None] = SimpleQueue()
+        self._events = events
+        self._task: asyncio.Task[Any] | None = None
+        self._ended = threading.Event()
+
+    async def run(self) -> None:
+        """Queue every event, then None or the error."""
+        self._task = asyncio.current_task()
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    self.items.put(event)
+            self.items.put(None)
+        except BaseException as error:
+            self.items.put(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._ended.set()
+
+    def close(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the request if it runs; returns when it has ended."""
+        if not self._ended.is_set():
+            loop.call_soon_threadsafe(self._cancel)
+            self._ended.wait(_CLOSE_WAIT_S)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 
 from rich.console import Console
 
@@ -56,13 +57,14 @@ def _answer(
     """Stream one answer; its text, also if it was cut short, or None if there is none."""
     text = ""
     try:
-        for event in mesh.generate(turns, **options):
-            if isinstance(event, Tokens):
-                text += event.text
-            if as_json:
-                print_json(event_json(event))
-            else:
-                printer.show(event)
+        with closing(mesh.generate(turns, **options)) as events:
+            for event in events:
+                if isinstance(event, Tokens):
+                    text += event.text
+                if as_json:
+                    print_json(event_json(event))
+                else:
+                    printer.show(event)
     except KeyboardInterrupt:
         notes.print("\n(stopped)", style="dim")
     except MeshError as error:

@@ -7,6 +7,7 @@ command (mesh.cli.main prints it); in a chat it ends the answer.
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -122,8 +123,8 @@ def generate(
     )  # fmt: skip
     wanted = _prompt(prompt, as_chat, system)
     printer = AnswerPrinter(_out, _notes, connection.receipt_ca)
-    with connection.open() as mesh:
-        for event in mesh.generate(wanted, **options):
+    with connection.open() as mesh, closing(mesh.generate(wanted, **options)) as events:
+        for event in events:
             if as_json:
                 print_json(event_json(event))
             else:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,25 @@ def test_chat_goes_on_after_an_error(app: typer.Typer, mesh: Mesh) -> None:
     lines = _json_lines(_run(app, mesh, "chat", "--json", stdin="one\ntwo\n"))
     assert [(line["event"], line["reason"]) for line in lines] == [("error", "OVERLOADED")] * 2
     assert [m.content for m in mesh.entry.requests[-1].chat.messages] == ["two"]
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(app: typer.Typer, mesh: Mesh) -> None:
+    mesh.entry.wait_at = {3}
+
+    def interrupt() -> None:
+        while not mesh.entry.waiting.is_set():
+            time.sleep(0.01)
+        time.sleep(0.5)  # what was sent has arrived: a request is aborted by its id, which the first event brings
+        mesh.entry.wait_at = set()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    result = _run(app, mesh, "chat", stdin="one\ntwo\n")
+    thread.join()
+    assert "(stopped)" in result.stderr
+    assert result.stdout.endswith(TEXT + "\n")
+    assert mesh.entry.aborted == ["n:1"]
 
 
 def test_explain_shows_filters_scores_and_plan(app: typer.Typer, mesh: Mesh) -> None:

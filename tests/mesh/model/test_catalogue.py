@@ -9,6 +9,7 @@ from mesh.model import catalogue
 from tests.mesh.model.gguf_writer import tiny_folder, tiny_gguf
 
 
+@pytest.mark.model
 def test_finds_the_demo_model_and_checks_its_digest() -> None:
     path = catalogue.check_demo_model()
     assert path == catalogue.find_model(catalogue.DEMO_MODEL)
@@ -26,6 +27,7 @@ def test_anything_else_is_unknown(name: str) -> None:
         catalogue.find_model(name)
 
 
+@pytest.mark.model
 def test_a_missing_or_changed_demo_model_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "DEMO_DIGEST", "0" * 64)
     with pytest.raises(InvalidRequest, match="install it again"):

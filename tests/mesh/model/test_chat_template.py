@@ -75,7 +75,7 @@ _PIECES = [
 
 
 @pytest.mark.parametrize("source", TEMPLATES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(contents=st.lists(st.lists(st.sampled_from(_PIECES), max_size=5).map("".join), min_size=1, max_size=3))
 def test_no_message_makes_a_control_token(tiny: Tokenizer, source: str, contents: list[str]) -> None:
     template = ChatTemplate(source, tiny)
@@ -83,7 +83,7 @@ def test_no_message_makes_a_control_token(tiny: Tokenizer, source: str, contents
     assert _controls(tiny, template.encode(_user(*contents))) == _controls(tiny, harmless)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(content=st.lists(st.sampled_from(_PIECES), max_size=8).map("".join))
 def test_the_tokens_of_a_message_spell_the_message(tiny: Tokenizer, content: str) -> None:
     vocabulary = tiny.vocabulary
