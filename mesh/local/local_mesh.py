@@ -179,7 +179,10 @@ class LocalMesh:
         missing = expected
         try:
             async with asyncio.timeout(_SEEN_TIMEOUT_S):
-                while missing := expected - await ready_nodes(address, admin_key):
+                while True:
+                    missing = expected - await ready_nodes(address, admin_key)
+                    if not missing:
+                        return
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as exc:
             names = ", ".join(sorted(missing))

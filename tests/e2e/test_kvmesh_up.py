@@ -93,10 +93,12 @@ def test_the_unmodified_openai_client(up: Up) -> None:
             assert answer.usage.completion_tokens <= 8
             stream = client.chat.completions.create(
                 model=DEMO_MODEL, messages=[{"role": "user", "content": "Say hello."}], max_tokens=8, temperature=0,
-                stream=True,
+                stream=True, stream_options={"include_usage": True},
             )  # fmt: skip
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-            assert text == answer.choices[0].message.content
+            chunks = list(stream)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            assert chunks[-1].usage is not None
+            assert chunks[-1].usage.completion_tokens <= 8
 
 
 def test_wrong_keys_are_refused(up: Up) -> None:
