@@ -19,16 +19,18 @@ from mesh.node.port import WorkContext
 
 
 class Owner(NamedTuple):
-    """Whose KV it is; all four must be equal to continue or ship it."""
+    """Whose KV it is; all must be equal to continue or ship it. The entry's site counts too: else a node could ask
+    for the KV of another site's request, and have a policy's `own` mean itself."""
 
     tenant: str
     label: str
     salt: bytes
     model: str
+    entry_site: str
 
     @classmethod
     def of(cls, context: WorkContext) -> Owner:
-        return cls(context.tenant, context.label, context.salt, context.model)
+        return cls(context.tenant, context.label, context.salt, context.model, context.entry_site)
 
 
 class Phase(Enum):
@@ -77,9 +79,9 @@ class Entry:
     timer: asyncio.TimerHandle | None = None
 
     def check_owner(self, context: WorkContext) -> None:
-        """Raise PolicyDenied unless it belongs to this tenant, label, namespace and model."""
+        """Raise PolicyDenied unless it belongs to this tenant, label, namespace, model and entry's site."""
         if self.owner != Owner.of(context):
-            raise PolicyDenied("the KV belongs to another tenant, label, namespace or model", rule="kv-owner")
+            raise PolicyDenied("the KV belongs to another tenant, label, namespace, model or entry", rule="kv-owner")
 
 
 class Ledger:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from mesh.errors import MeshError
 from mesh.node.engine import EngineLoad
 from mesh.node.host import NodeHost
+from mesh.process import background
 
 
 class LoadWatch:
@@ -25,7 +26,7 @@ class LoadWatch:
     async def start(self) -> None:
         """Read once, then at the pace."""
         self._take(await self._host.load())
-        self._task = asyncio.create_task(self._read_forever(), name="load-watch")
+        self._task = background(self._read_forever(), "load-watch")
 
     async def close(self) -> None:
         if self._task is not None:

@@ -13,11 +13,12 @@ from contextlib import aclosing
 import grpc.aio
 
 from mesh.errors import InvalidRequest, NodeUnreachable, PolicyDenied
-from mesh.identity.place import Place
+from mesh.identity.place import Place, Role
 from mesh.node import wire_bounds as bounds
 from mesh.node.engine import RunId
 from mesh.node.host import NodeHost
 from mesh.node.host_frames import HostFrame, KvOpen
+from mesh.node.port import WorkContext
 from mesh.node.wire import event_to_wire, load_to_wire, order_from_wire, place_to_wire
 from mesh.node.wire_kv import frame_from_wire, frame_to_wire
 from mesh.v1 import node_pb2, node_pb2_grpc
@@ -27,6 +28,17 @@ _LOAD_PERIOD_S = 1.0
 _LOAD_PAUSE_S = 0.05  # changes that come closer than this are told together
 
 PeerPlace = Callable[[grpc.aio.ServicerContext], Place]
+
+
+def check_entry_site(caller: Place, context: WorkContext) -> None:
+    """Raise PolicyDenied if an edge orders work for a site that is not its own: what a policy calls `own` must not
+    be a matter of what a box says of itself."""
+    if caller.role is Role.EDGE and context.entry_site not in ("", caller.site):
+        raise PolicyDenied(
+            f"{caller.node_id} is at site {caller.site}; it cannot order work for site {context.entry_site}",
+            rule="entry-site",
+            node=caller.node_id,
+        )
 
 
 class NodeServicer(node_pb2_grpc.NodeServicer):
@@ -39,8 +51,10 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def Run(
         self, request: node_pb2.RunRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[node_pb2.RunResponse]:
-        self._caller(context)
-        async with aclosing(self._host.run(order_from_wire(request.order))) as events:
+        caller = self._caller(context)
+        order = order_from_wire(request.order)
+        check_entry_site(caller, order.context)
+        async with aclosing(self._host.run(order)) as events:
             async for event in events:
                 yield node_pb2.RunResponse(event=event_to_wire(event))
 

@@ -290,3 +290,13 @@ def test_ports_are_ports(over_grpc: GrpcPair) -> None:
     port: NodePort = GrpcPort(over_grpc.channel, Peer(address="a:1", place=CORE))
     local: NodePort = over_grpc.edge_port
     assert port.place != local.place
+
+
+async def test_an_edge_cannot_order_work_for_another_site(over_grpc: GrpcPair) -> None:
+    """What a policy calls the own site is read from the caller's certificate, not from its word."""
+    mine = run_order("mine", prompt(4), context=context_of(entry_site=EDGE.site), sampling=greedy(1))
+    other = run_order("other", prompt(4), context=context_of(entry_site="elsewhere"), sampling=greedy(1))
+    await collect_port(over_grpc.core_port, mine)
+    with pytest.raises(PolicyDenied) as caught:
+        await collect_port(over_grpc.core_port, other)
+    assert caught.value.details["rule"] == "entry-site"

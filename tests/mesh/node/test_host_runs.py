@@ -145,7 +145,7 @@ async def test_the_guard_is_asked_first(host: NodeHost, guard: FakeGuard, engine
     assert guard.asked == [("prompt", "core-1")]
 
 
-@pytest.mark.parametrize("field", ["tenant", "label", "salt"])
+@pytest.mark.parametrize("field", ["tenant", "label", "salt", "entry_site"])
 async def test_a_hold_of_another_owner_is_refused_and_stays(host: NodeHost, engine: FakeEngine, field: str) -> None:
     await collect(host, run_order("h", prompt(20), prefill_only=True))
     other = context_of(**{field: bytes(32) if field == "salt" else "other"})
