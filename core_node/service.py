@@ -11,11 +11,9 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 
 from grpc_health.v1 import health_pb2
-from mesh.node.servicer import NodeServicer
 
 from core_node.engine.engine import CoreEngine
 from core_node.engine.settings import CoreEngineSettings
-from mesh.http.server import HttpServer
 from mesh.http.status_app import status_app
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
@@ -23,6 +21,7 @@ from mesh.identity.signing import NodeIdentity
 from mesh.model.description import model_digest
 from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
+from mesh.node.servicer import NodeServicer
 from mesh.process import announce_ready, prepare_state_folder, stop_signal
 from mesh.registry.open import RemoteSettings
 from mesh.rpc.peer import peer_place
@@ -32,6 +31,7 @@ from mesh.telemetry.log import configure_log
 from mesh.telemetry.metrics import Metrics
 from mesh.v1 import node_pb2_grpc
 from placement.entry.mesh_view import ModelFacts
+from placement.entry.public import http_listener
 from placement.policy.book import BookGuard
 from placement.service.membership import Membership
 from placement.service.registrations import to_registration
@@ -81,7 +81,8 @@ async def serve(settings: CoreSettings) -> None:
         metrics = Metrics(node_id=place.node_id, role=Role.CORE.value)
         metrics.watch_host(host.statistics)
         metrics.watch_load(lambda: load.latest)
-        http = HttpServer(status_app(metrics, lambda: not host.draining), str(settings.listeners.http))
+        app = status_app(metrics, lambda: not host.draining)
+        http = http_listener(app, settings.listeners.http, settings.identity.folder)
         await http.start()
         stack.push_async_callback(http.close)
 

@@ -14,16 +14,14 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 
 from grpc_health.v1 import health_pb2
-from mesh.node.local_port import LocalPort
 
 from edge_node.agent.site_config import SiteConfig
 from edge_node.agent.world import EdgeWorld
 from edge_node.engine.engine import EdgeEngine
 from edge_node.engine.settings import EdgeEngineSettings
 from mesh import __version__
-from mesh.errors import NotImplementedHere
+from mesh.errors import NotImplementedHere, PayloadCorrupt
 from mesh.http.app import create_app
-from mesh.http.server import HttpServer
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
 from mesh.identity.principal import AccessRole, Principal
@@ -32,6 +30,7 @@ from mesh.model.description import model_digest
 from mesh.node.engine import EngineLoad
 from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
+from mesh.node.local_port import LocalPort
 from mesh.process import announce_ready, prepare_state_folder, stop_signal
 from mesh.rpc.channel import node_channel
 from mesh.rpc.server import health_server
@@ -39,16 +38,19 @@ from mesh.rpc.uplink.agent import UplinkAgent
 from mesh.rpc.uplink.backoff import FullJitter
 from mesh.rpc.uplink.types import AgentFacts
 from mesh.settings import EdgeSettings
-from mesh.telemetry.log import configure_log
+from mesh.telemetry.log import configure_log, get_logger
 from mesh.telemetry.metrics import Metrics
 from mesh.v1 import admin_pb2, uplink_pb2
-from placement.entry.front_door import FrontDoor, FrontDoorDeps
+from placement.decide.settings import DecideSettings
+from placement.entry.decisions import FrontDoorDeps
+from placement.entry.front_door import FrontDoor
 from placement.entry.gateway import EntryGateway
 from placement.entry.intake import served_model
 from placement.entry.mesh_view import ModelFacts, models_to_wire
-from placement.entry.public import public_listener
+from placement.entry.public import http_listener, public_listener
 from placement.policy.book import BookGuard
 
+log = get_logger(__name__)
 _GRPC_GRACE_S = 1.0
 _SITE_CONFIG_FILE = "site_config.bin"
 
@@ -62,7 +64,7 @@ async def serve(settings: EdgeSettings) -> None:
     await asyncio.to_thread(prepare_state_folder, settings.state_folder)
     async with AsyncExitStack() as stack:
         site = SiteConfig(settings.state_folder / _SITE_CONFIG_FILE)
-        site.load()
+        _load(site)
         model = await asyncio.to_thread(served_model, settings.model.id, settings.model.path)
         engine = EdgeEngine(_engine_settings(settings))
         stack.push_async_callback(engine.close)
@@ -99,22 +101,24 @@ async def serve(settings: EdgeSettings) -> None:
                 policies=lambda: site.book,
                 salt=site.salt,
                 metrics=metrics,
+                settings=DecideSettings(busy_after_s=settings.stale_load_s),
             )
         )
 
-        public = public_listener(
+        public, public_health = public_listener(
             settings.listeners.public, credentials, door=door, source=world, mover=_OwnRequests(door),
             directory=lambda: site.directory,
         )  # fmt: skip
         health, health_state = health_server(str(settings.listeners.health))
-        http = HttpServer(create_app(EntryGateway(door, lambda: site.directory, metrics)), str(settings.listeners.http))
+        gateway = EntryGateway(door, lambda: site.directory, metrics)
+        http = http_listener(create_app(gateway), settings.listeners.http, settings.identity.folder)
         for listener in (public, health):
             await listener.server.start()
             stack.push_async_callback(listener.server.stop, _GRPC_GRACE_S)
         await http.start()
         stack.push_async_callback(http.close)
 
-        uplink = _uplink(settings, credentials, _SiteHost(host, own), models, _Pushes(site, world, door))
+        uplink = _uplink(settings, credentials, _SiteHost(host, own, door), models, _Pushes(site, world, door))
         await uplink.start()
         stack.push_async_callback(uplink.stop)
         announce_ready(
@@ -127,11 +131,20 @@ async def serve(settings: EdgeSettings) -> None:
         )
 
         await stop_signal()
-        await health_state.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        for state in (health_state, public_health):
+            await state.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await door.drain(settings.drain_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_s):
                 await host.drain()
+
+
+def _load(site: SiteConfig) -> None:
+    """A damaged file must not keep a box down that nobody can reach by hand: it starts as if it had none."""
+    try:
+        site.load()
+    except PayloadCorrupt as error:
+        log.error("site_config_damaged", reason=error.reason, error=error.message)
 
 
 class _OwnRequests:
@@ -145,11 +158,12 @@ class _OwnRequests:
 
 
 class _SiteHost:
-    """The node behind the uplink: the host, with KV moved over connections that this box dials."""
+    """The node behind the uplink: the host, with KV moved over connections that this box dials. It says that it
+    drains as soon as its entry does, so that placement sends nothing new; what is on its way is still taken."""
 
-    def __init__(self, host: NodeHost, own: LocalPort) -> None:
+    def __init__(self, host: NodeHost, own: LocalPort, door: FrontDoor) -> None:
         self._host = host
-        self._own = own
+        self._door = door
         self.run = own.run
         self.move_kv = own.move_kv
         self.release = own.release
@@ -157,7 +171,7 @@ class _SiteHost:
 
     @property
     def draining(self) -> bool:
-        return self._host.draining
+        return self._host.draining or self._door.draining
 
 
 class _Pushes:

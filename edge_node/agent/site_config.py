@@ -1,7 +1,8 @@
 """What a site needs to serve its own clients while it is cut off: policies, key hashes, salts; kept on disk.
 
-Written whole and atomically, mode 0600; a file that cannot be read is said so and not used: without policies the
-agent refuses every request (fail closed) until placement pushes them.
+Written whole and atomically, mode 0600. A file that cannot be read is not used: without keys the agent refuses every
+request (fail closed) until placement pushes a configuration. One that cannot be kept (full disk) is in force all the
+same: a revoked key or a stricter policy must not wait for an operator to free some space.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from mesh.errors import PayloadCorrupt
+from mesh.errors import MeshError, PayloadCorrupt
 from mesh.identity.files import write_private
 from mesh.identity.principal import AccessRole
 from mesh.identity.tenants import KeyRecord, TenantDirectory, TenantRecord, role_from_name
+from mesh.telemetry.log import get_logger
 from mesh.v1 import uplink_pb2
 from placement.entry.salts import derive_salt
 from placement.policy.book import PolicyBook
+
+log = get_logger(__name__)
 
 
 class SiteConfig:
@@ -30,20 +34,24 @@ class SiteConfig:
 
     def load(self) -> bool:
         """Take what was kept, if anything was. Raises PayloadCorrupt on a damaged file."""
-        if not self._file.exists():
-            return False
         try:
-            message = uplink_pb2.SiteConfig.FromString(self._file.read_bytes())
-        except (DecodeError, OSError) as exc:
-            raise PayloadCorrupt(f"{self._file} cannot be read: remove it, placement sends a new one") from exc
-        self._use(message)
+            self._use(uplink_pb2.SiteConfig.FromString(self._file.read_bytes()))
+        except FileNotFoundError:
+            return False
+        except (DecodeError, OSError, MeshError) as exc:
+            raise PayloadCorrupt(
+                f"{self._file} cannot be read; placement sends a new one", path=str(self._file)
+            ) from exc
         return True
 
     def take(self, message: uplink_pb2.SiteConfig) -> None:
-        """A newer configuration from placement: check it whole, keep it, then use it. Raises MeshError, and
-        then the old one stays in force."""
+        """A newer configuration from placement: check it whole, use it, keep it. Blocking. Raises MeshError if it is
+        not valid, and then the old one stays in force; one that cannot be written is used and logged."""
         self._use(message)
-        write_private(self._file, message.SerializeToString(deterministic=True))
+        try:
+            write_private(self._file, message.SerializeToString(deterministic=True))
+        except MeshError as error:
+            log.error("site_config_not_kept", reason=error.reason, error=error.message)
 
     def salt(self, tenant: str, label: str, model: str) -> bytes:
         """Cache namespace of a tenant's data. Raises PolicyDenied for a tenant this site does not serve."""

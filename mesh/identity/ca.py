@@ -35,7 +35,7 @@ NODE_LIFETIME = timedelta(days=90)
 _CLOCK_SKEW = timedelta(minutes=5)  # a node whose clock is a little behind must take a fresh certificate
 
 _CA_KEY, _CA_CERT = "ca_key.pem", "ca_cert.pem"
-_NODE_KEY, _NODE_CERT, _NODE_CA = "node_key.pem", "node_cert.pem", "ca_cert.pem"
+NODE_KEY_FILE, NODE_CERT_FILE, NODE_CA_FILE = "node_key.pem", "node_cert.pem", "ca_cert.pem"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +59,21 @@ class NodeCredentials:
     def save(self, folder: Path) -> None:
         """Write to a folder of mode 0700, key first."""
         make_private_folder(folder)
-        write_private(folder / _NODE_KEY, self.key_pem)
-        write_private(folder / _NODE_CERT, self.cert_pem)
-        write_private(folder / _NODE_CA, self.ca_pem)
+        write_private(folder / NODE_KEY_FILE, self.key_pem)
+        write_private(folder / NODE_CERT_FILE, self.cert_pem)
+        write_private(folder / NODE_CA_FILE, self.ca_pem)
 
     @classmethod
     def load(cls, folder: Path) -> NodeCredentials:
         """Read what `save` wrote. Raises InvalidRequest if a file is missing, not PEM, or key and certificate
         are not of one pair."""
         credentials = cls(
-            key_pem=_read(folder / _NODE_KEY), cert_pem=_read(folder / _NODE_CERT), ca_pem=_read(folder / _NODE_CA)
+            key_pem=_read(folder / NODE_KEY_FILE),
+            cert_pem=_read(folder / NODE_CERT_FILE),
+            ca_pem=_read(folder / NODE_CA_FILE),
         )
-        certificate = load_certificate(credentials.cert_pem, str(folder / _NODE_CERT))
-        key = load_key(credentials.key_pem, str(folder / _NODE_KEY))
+        certificate = load_certificate(credentials.cert_pem, str(folder / NODE_CERT_FILE))
+        key = load_key(credentials.key_pem, str(folder / NODE_KEY_FILE))
         if key.public_key() != certificate.public_key():
             raise InvalidRequest(f"key and certificate in {folder} do not belong together", field="credentials")
         return credentials

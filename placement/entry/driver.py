@@ -1,7 +1,7 @@
 """The asyncio rim of the plan runner: executes effects over node ports, and reports what happens as events.
 
-One driver per request, one task that owns it. Runs and transfers are child tasks; whatever way the driver ends,
-they have ended before it.
+One driver per request, one task that owns it. Runs and transfers are child tasks; whatever way the driver ends
+(an outcome, a cancellation, a bug), they have ended before it and what they held at the nodes was released.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from mesh.errors import Internal, MeshError, NotImplementedHere, StalePlan
+from mesh.errors import Internal, MeshError, NodeUnreachable, NotImplementedHere, StalePlan
 from mesh.identity.place import Tier
 from mesh.node.engine import RunId
 from mesh.node.port import (
@@ -38,6 +39,10 @@ from placement.entry.world import World
 
 log = get_logger(__name__)
 _RELEASE_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 5.0  # for a cancelled child task to end; only an engine that hangs takes as long
+_STALE_PATIENCE_S = 3.0  # a node that has not heard of a policy yet, or of its end, hears of it within this
+_STALE_PAUSE_S = 0.1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +77,9 @@ class RequestDriver:
         self._events: asyncio.Queue[rt.Event] = asyncio.Queue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._releases: set[asyncio.Task[None]] = set()
-        self._move: asyncio.Future[rt.EmitMigration] | None = None
+        self._move: asyncio.Future[rt.EmitMigration] | None = None  # the one that was asked for and not answered
         self._done = False
+        self._abandoned = False  # ended without an outcome: nobody is told anything any more
 
     @property
     def node_id(self) -> str:
@@ -96,28 +102,25 @@ class RequestDriver:
         try:
             while not self._done:
                 await self._handle(await self._events.get())
-        except asyncio.CancelledError:
-            await asyncio.shield(self._abandon())
-            raise
         finally:
             if timer is not None:
                 timer.cancel()
-            await self._settle()
+            await _to_the_end(self._close())
 
     def cancel(self) -> None:
         """The client went away or aborted."""
         self._events.put_nowait(rt.Cancelled())
 
     async def move(self, target_node_id: str, cause: rt.MoveCause) -> rt.EmitMigration:
-        """Move the running request; returns once it runs there. Raises what kept it from moving."""
-        if self._done or self._move is not None:
-            raise StalePlan("the request has ended" if self._done else "the request is being moved already")
+        """Move the running request; returns once it runs there. Raises what kept it from moving. A caller that is
+        cancelled does not undo the move."""
+        if self._done:
+            raise StalePlan("the request has ended")
+        if self._move is not None:
+            raise StalePlan("the request is being moved already")
         self._move = asyncio.get_running_loop().create_future()
         self._events.put_nowait(rt.MoveRequested(target_node_id=target_node_id, cause=cause))
-        try:
-            return await self._move
-        finally:
-            self._move = None
+        return await asyncio.shield(self._move)
 
     async def _handle(self, event: rt.Event) -> None:
         for effect in self._runner.handle(event, self._clock()):
@@ -126,10 +129,10 @@ class RequestDriver:
     async def _execute(self, effect: rt.Effect) -> None:
         match effect:
             case rt.StartRun():
-                self._on_effect(effect)
+                self._tell(effect)
                 self._spawn(effect.run_id, self._run(effect))
             case rt.MoveKv():
-                self._on_effect(effect)
+                self._tell(effect)
                 self._spawn(effect.transfer_id, self._move_kv(effect))
             case rt.CloseRun(run_id=run_id):
                 await self._stop(run_id)
@@ -138,36 +141,45 @@ class RequestDriver:
             case rt.Release(node_id=node_id, run_id=run_id):
                 self._release(node_id, run_id)
             case rt.EmitMigration():
-                self._on_effect(effect)
+                self._tell(effect)
                 self._answer_move(effect)
             case rt.MoveFailed():
                 log.warning("move_failed", target=effect.target_node_id, reason=effect.error.reason)
-                self._on_effect(effect)
+                self._tell(effect)
                 self._answer_move(effect)
             case rt.Finish() | rt.Fail():
                 self._done = True
-                self._on_effect(effect)
+                self._tell(effect)
             case rt.Emit() | rt.LegDone():
-                self._on_effect(effect)
+                self._tell(effect)
+
+    def _tell(self, effect: rt.Effect) -> None:
+        if not self._abandoned:
+            self._on_effect(effect)
 
     def _answer_move(self, effect: rt.EmitMigration | rt.MoveFailed) -> None:
-        asked = effect.cause in (rt.MoveCause.OPERATOR, rt.MoveCause.DRAIN)
-        if not asked or self._move is None or self._move.done():
+        if effect.cause not in (rt.MoveCause.OPERATOR, rt.MoveCause.DRAIN) or self._move is None:
             return
+        move, self._move = self._move, None
         if isinstance(effect, rt.EmitMigration):
-            self._move.set_result(effect)
+            move.set_result(effect)
         else:
-            self._move.set_exception(effect.error)
+            move.set_exception(effect.error)
+            move.exception()  # whoever asked may not wait for the answer any more
 
     def _spawn(self, name: str, coroutine: Coroutine[None, None, None]) -> None:
         self._tasks[name] = asyncio.create_task(coroutine, name=name)
 
     async def _stop(self, name: str) -> None:
+        """End a child task and wait for it. One that does not end is left to whatever it hangs on: the request's
+        outcome must not wait for an engine that does nothing any more."""
         task = self._tasks.pop(name, None)
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        if task is None:
+            return
+        task.cancel()
+        _, late = await asyncio.wait((task,), timeout=_STOP_TIMEOUT_S)
+        if late:
+            log.error("request_task_does_not_end", name=name)
 
     def _context(self) -> WorkContext:
         context = self._work.context
@@ -193,12 +205,7 @@ class RequestDriver:
         run_id = effect.run_id
         try:
             port = self._world.port(effect.node_id)
-            order = self._order(run_id, effect.token_ids, kv_from=effect.kv_from)
-            last = None
-            async with aclosing(port.run(order)) as events:
-                async for event in events:
-                    last = _event(run_id, event)
-                    self._events.put_nowait(last)
+            last = await self._while_stale(lambda: self._follow(port, effect))
             if not isinstance(last, rt.RunFinished | rt.RunHeld):
                 raise Internal(f"node {effect.node_id} ended a run without an outcome", node=effect.node_id)
         except MeshError as error:
@@ -208,6 +215,33 @@ class RequestDriver:
             wrapped = Internal(f"running at {effect.node_id} failed: {type(error).__name__}", node=effect.node_id)
             self._events.put_nowait(rt.RunFailed(run_id=run_id, error=wrapped))
 
+    async def _follow(self, port: NodePort, effect: rt.StartRun) -> rt.Event | None:
+        """One try of a run; its last event. Raises StalePlan only if nothing came before."""
+        last: rt.Event | None = None
+        try:
+            async with aclosing(port.run(self._order(effect.run_id, effect.token_ids, kv_from=effect.kv_from))) as run:
+                async for event in run:
+                    last = _event(effect.run_id, event)
+                    self._events.put_nowait(last)
+        except StalePlan as error:
+            if last is not None:
+                raise NodeUnreachable(f"node {effect.node_id} gave a run up: {error.message}") from error
+            raise
+        return last
+
+    async def _while_stale(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try again for a while where a node refuses by other news than this entry has: right after a policy was
+        applied, not every node has heard of it."""
+        now_s = asyncio.get_running_loop().time
+        give_up_s = now_s() + _STALE_PATIENCE_S
+        while True:
+            try:
+                return await attempt()
+            except StalePlan:
+                if now_s() >= give_up_s:
+                    raise
+            await asyncio.sleep(_STALE_PAUSE_S)
+
     async def _move_kv(self, effect: rt.MoveKv) -> None:
         try:
             source = self._world.port(effect.source_node_id)
@@ -216,19 +250,18 @@ class RequestDriver:
             prefill = None
             if effect.source is rt.KvSourceKind.PREFILL:
                 prefill = self._order(effect.source_run, effect.token_ids, prefill_only=True)
-            report = await dialler.move_kv(
-                KvOrder(
-                    context=self._context(),
-                    transfer_id=effect.transfer_id,
-                    direction=direction,
-                    peer=Peer(address=peer.address, place=peer.place),
-                    source=KvSource(run_id=effect.source_run, prefill=prefill, pause=prefill is None),
-                    target=effect.target_run,
-                    token_ids=effect.token_ids,
-                    max_tokens=effect.max_tokens,
-                    codec=effect.codec,
-                )
+            order = KvOrder(
+                context=self._context(),
+                transfer_id=effect.transfer_id,
+                direction=direction,
+                peer=Peer(address=peer.address, place=peer.place),
+                source=KvSource(run_id=effect.source_run, prefill=prefill, pause=prefill is None),
+                target=effect.target_run,
+                token_ids=effect.token_ids,
+                max_tokens=effect.max_tokens,
+                codec=effect.codec,
             )
+            report = await self._while_stale(lambda: dialler.move_kv(order))
             self._world.saw_transfer(effect.source_node_id, effect.target_node_id, report)
             self._events.put_nowait(rt.KvMoved(transfer_id=effect.transfer_id, report=report))
         except MeshError as error:
@@ -249,21 +282,40 @@ class RequestDriver:
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _abandon(self) -> None:
-        """The driver itself is cancelled: let the runner free everything."""
+    async def _close(self) -> None:
+        """After the outcome, or instead of one: no child task is left, late events may still ask for a release."""
         if not self._done:
-            await self._handle(rt.Cancelled())
-
-    async def _settle(self) -> None:
-        """After the outcome: no child task is left, and late events may still ask for a release."""
+            self._done = self._abandoned = True
+            await self._handle_last(rt.Cancelled())
         for name in list(self._tasks):
             await self._stop(name)
         while not self._events.empty():
-            await self._handle(self._events.get_nowait())
+            await self._handle_last(self._events.get_nowait())
         if self._releases:
             await asyncio.gather(*self._releases)
-        if self._move is not None and not self._move.done():
-            self._move.set_exception(StalePlan("the request ended before it moved"))
+        if self._move is not None:
+            error = StalePlan("the request ended before it moved")
+            self._answer_move(rt.MoveFailed(target_node_id="", cause=rt.MoveCause.OPERATOR, error=error))
+
+    async def _handle_last(self, event: rt.Event) -> None:
+        """The outcome is given: a bug in the runner must not keep the rest from being freed."""
+        try:
+            await self._handle(event)
+        except Exception:
+            log.exception("late_event_failed")
+
+
+async def _to_the_end(work: Coroutine[None, None, None]) -> None:
+    """Run it to its end even if the caller is cancelled meanwhile, which is then raised."""
+    task, cancelled = asyncio.create_task(work), False
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def choose_dialler(source: NodePort, target: NodePort) -> tuple[NodePort, NodePort, KvDirection]:

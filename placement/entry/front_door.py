@@ -11,48 +11,25 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Mapping
 
-from mesh.errors import Draining, MeshError, NotFound, Overloaded, PolicyDenied
-from mesh.identity.place import Place, Tier
+from mesh.errors import Draining, MeshError, NotFound, Overloaded
 from mesh.identity.principal import AccessRole, Principal
-from mesh.node.port import WorkContext
 from mesh.telemetry.log import get_logger, log_context
-from mesh.telemetry.metrics import Metrics, Shape
+from mesh.telemetry.metrics import Shape
 from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import inference_pb2 as pb
-from placement.decide.decide import decide
-from placement.decide.explain import explain_nodes
-from placement.decide.types import Plan, PlanShape, Refusal, Wish
+from placement.decide.types import Plan
+from placement.entry.decisions import Decisions, FrontDoorDeps
 from placement.entry.driver import Work
-from placement.entry.intake import Accepted, ServedModel, accept, encode_prompt, pick_model
+from placement.entry.intake import Accepted, ServedModel, encode_prompt, pick_model
 from placement.entry.live_request import LiveRequest
-from placement.entry.receipt import Signer
-from placement.entry.refusal import REFUSALS, refusal_error
 from placement.entry.request_log import RequestLog, RequestStream
 from placement.entry.runner_types import MoveCause
-from placement.entry.wire import decision_to_wire
-from placement.entry.world import World
-from placement.policy.book import PolicyBook
-from placement.policy.model import DataKind
 
 log = get_logger(__name__)
 MAX_OPEN_REQUESTS = 512
 _GRACE_S = 30.0  # a request with an idempotency key goes on this long without a client
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontDoorDeps:
-    """What an entry brings. `policies` and `salt` read the current state at each call; `salt(tenant, label,
-    model)` raises PolicyDenied for a tenant whose secret this entry does not have."""
-
-    signer: Signer
-    world: World
-    models: Mapping[str, ServedModel]
-    policies: Callable[[], PolicyBook]
-    salt: Callable[[str, str, str], bytes]
-    metrics: Metrics
 
 
 class FrontDoor:
@@ -60,9 +37,10 @@ class FrontDoor:
 
     def __init__(self, deps: FrontDoorDeps, *, rng: random.Random | None = None) -> None:
         self._deps = deps
-        self._rng = rng or random.Random(secrets.randbits(64))
+        self._decisions = Decisions(deps, rng or random.Random(secrets.randbits(64)))
         self._log = RequestLog()
         self._live: dict[str, LiveRequest] = {}
+        self._producers: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
 
@@ -81,7 +59,7 @@ class FrontDoor:
         """Models that this entry tokenises for, by name."""
         return self._deps.models
 
-    async def generate(self, principal: Principal, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    async def generate(self, principal: Principal, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
         """One request as a stream. Leaving the iterator cancels the request, unless it has an idempotency key:
         then it goes on for a while, so that the client can come back."""
         stream = await self._open(principal, request)
@@ -92,74 +70,46 @@ class FrontDoor:
         finally:
             stream.readers -= 1
             if not stream.readers and not stream.ended:
-                self._client_left(stream, grace_s=_GRACE_S if request.idempotency_key else 0.0)
+                self._client_left(stream)
 
     async def _open(self, principal: Principal, request: pb.GenerateRequest) -> RequestStream:
-        fingerprint = _fingerprint(principal, request)
-        if request.idempotency_key:
-            known = self._log.find(principal.tenant, request.idempotency_key, fingerprint)
-            if known is not None:
-                return known
+        known = self._known(principal, request)
+        if known is not None:
+            return known
         if request.resume_offset_tokens:
             raise NotFound("no request with this idempotency_key is here to resume", field="idempotency_key")
+        try:
+            self._refuse_if_full()
+            accepted = await self._decisions.accept(principal, request)
+            # Others were served meanwhile: the same key may have come in on another connection.
+            known = self._known(principal, request)
+            if known is not None:
+                return known
+            self._refuse_if_full()
+            plan = self._decisions.plan(accepted)
+            work = self._decisions.work(self._new_id(), accepted, plan)
+        except MeshError as error:
+            self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
+            raise
+        return self._start(accepted, plan, work, _fingerprint(principal, request))
+
+    def _known(self, principal: Principal, request: pb.GenerateRequest) -> RequestStream | None:
+        """The request that has this key. One that failed is done again for a client that has nothing of it."""
+        if not request.idempotency_key:
+            return None
+        known = self._log.find(principal.tenant, request.idempotency_key, _fingerprint(principal, request))
+        return None if known is not None and known.failed and not request.resume_offset_tokens else known
+
+    def _refuse_if_full(self) -> None:
         if self._draining:
             raise Draining(f"{self._deps.signer.place.node_id} is draining: use another entry")
         if len(self._live) >= MAX_OPEN_REQUESTS:
             raise Overloaded(f"{len(self._live)} requests are open here, the most is {MAX_OPEN_REQUESTS}")
-        try:
-            accepted = await self._accept(principal, request)
-            plan = self._decide(accepted)
-        except MeshError as error:
-            self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
-            raise
-        stream = RequestStream(self._new_id(), principal.tenant, fingerprint)
-        self._log.add(stream, request.idempotency_key, time.monotonic())
-        self._start(accepted, plan, stream)
-        return stream
 
-    async def _accept(self, principal: Principal, request: pb.GenerateRequest) -> Accepted:
-        policy = self._deps.policies().lookup(principal.tenant).policy
-        seed = self._rng.getrandbits(64)
-        return await accept(request, principal, models=self._deps.models, policy=policy, seed=seed)
-
-    def _decide(self, accepted: Accepted, wish: Wish | None = None, exclude: frozenset[str] = frozenset()) -> Plan:
-        """Raises PolicyDenied, NoNodeNow, NoCapableNode or Overloaded, naming the rule."""
-        entry = self._deps.policies().lookup(accepted.principal.tenant)
-        request = accepted.placement
-        if wish is not None:
-            request = replace(request, wish=wish, exclude=exclude)
-        outcome = decide(
-            self._deps.world.snapshot(),
-            request,
-            entry.policy,
-            entry_site=self._deps.signer.place.site,
-            now_s=time.monotonic(),
-            rng=self._rng,
-        )
-        if isinstance(outcome, Refusal):
-            raise refusal_error(outcome)
-        return outcome
-
-    def _start(self, accepted: Accepted, plan: Plan, stream: RequestStream) -> None:
-        tenant, label = accepted.principal.tenant, accepted.placement.label
-        entry = self._deps.policies().lookup(tenant)
-        context = WorkContext(
-            request_id=stream.request_id,
-            tenant=tenant,
-            label=label,
-            model=accepted.model.model_id,
-            salt=self._deps.salt(tenant, label, accepted.model.model_id),
-            policy_version=plan.policy_version,
-            deadline_s=accepted.placement.deadline_s,
-            entry_site=self._deps.signer.place.site,
-        )
-        work = Work(
-            context=context,
-            prompt_tokens=len(accepted.token_ids),
-            sampling=accepted.sampling,
-            priority=entry.policy.priority,
-        )
-        with log_context(request_id=stream.request_id):
+    def _start(self, accepted: Accepted, plan: Plan, work: Work, fingerprint: bytes) -> RequestStream:
+        request_id, tenant = work.context.request_id, accepted.principal.tenant
+        stream = RequestStream(request_id, tenant, fingerprint, accepted.idempotency_key)
+        with log_context(request_id=request_id):
             live = LiveRequest(
                 accepted=accepted,
                 plan=plan,
@@ -169,17 +119,28 @@ class FrontDoor:
                 signer=self._deps.signer,
                 metrics=self._deps.metrics,
             )
-            log.info("request_accepted", shape=plan.choice.shape.name, label=label, rule=plan.rule)
-            task = asyncio.create_task(live.run(), name=f"request:{stream.request_id}")
-        self._live[stream.request_id] = live
-        stream.producer = task
-        task.add_done_callback(lambda _: self._live.pop(stream.request_id, None))
+            log.info("request_accepted", shape=plan.choice.shape.name, label=work.context.label, rule=plan.rule)
+            task = asyncio.create_task(live.run(), name=f"request:{request_id}")
+        self._log.add(stream, time.monotonic())
+        self._live[request_id] = live
+        self._producers[request_id] = task
+        task.add_done_callback(lambda _: self._ended(request_id))
+        return stream
 
-    def _client_left(self, stream: RequestStream, *, grace_s: float) -> None:
+    def _ended(self, request_id: str) -> None:
+        del self._live[request_id], self._producers[request_id]
+
+    def _client_left(self, stream: RequestStream) -> None:
+        live = self._live.get(stream.request_id)
+        if live is None:
+            return
+        if not stream.idempotency_key:
+            live.driver.cancel()
+            return
+
         async def end_if_still_alone() -> None:
-            await asyncio.sleep(grace_s)
-            live = self._live.get(stream.request_id)
-            if live is not None and not stream.readers:
+            await asyncio.sleep(_GRACE_S)
+            if not stream.readers:
                 live.driver.cancel()
 
         task = asyncio.create_task(end_if_still_alone(), name=f"grace:{stream.request_id}")
@@ -192,25 +153,7 @@ class FrontDoor:
 
     async def explain(self, principal: Principal, request: pb.GenerateRequest) -> pb.ExplainResponse:
         """The plan, or why there is none, without running it."""
-        accepted = await self._accept(principal, request)
-        verdicts = explain_nodes(
-            self._deps.world.snapshot(),
-            accepted.placement,
-            self._deps.policies().lookup(principal.tenant).policy,
-            entry_site=self._deps.signer.place.site,
-        )
-        response = pb.ExplainResponse(
-            snapshot_age_s=self._deps.world.snapshot_age_s(),
-            nodes=[
-                pb.NodeVerdict(node_id=v.place.node_id, site=v.place.site, tier=v.place.tier.value, refused=v.refused)
-                for v in verdicts
-            ],
-        )
-        try:
-            response.decision.CopyFrom(decision_to_wire("", accepted, self._decide(accepted)))
-        except REFUSALS as refusal:
-            response.refusal, response.refusal_reason = refusal.message, refusal.reason
-        return response
+        return await self._decisions.explain(principal, request)
 
     async def tokenize(self, principal: Principal, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         """Ids as the model would see them."""
@@ -248,12 +191,12 @@ class FrontDoor:
         """Move a running request to a node, or to the best node of a tier; returns once it runs there.
 
         `principal` None: the mesh itself asks. Raises NotFound, StalePlan (it ended or is moving), and what
-        `_decide` raises: the target is filtered by the request's policy like any other choice."""
+        Decisions.target_of_move raises."""
         self._log.get(request.request_id, None if principal is None else _scope(principal))
         live = self._live.get(request.request_id)
         if live is None:
             raise NotFound(f"request {request.request_id!r} has ended", field="request_id")
-        target = self._pick_target(live, request)
+        target = self._decisions.target_of_move(live.accepted, live.driver.node_id, request)
         moved = await live.driver.move(target, MoveCause.OPERATOR)
         return admin.MigrateResponse(
             from_node_id=moved.from_node_id,
@@ -263,57 +206,24 @@ class FrontDoor:
             pause_s=moved.pause_s,
         )
 
-    def _pick_target(self, live: LiveRequest, request: admin.MigrateRequest) -> str:
-        snapshot = self._deps.world.snapshot()
-        here = live.driver.node_id
-        if request.WhichOneof("target") == "node_id":
-            row = snapshot.row_of(request.node_id)
-            if row < 0:
-                raise NotFound(f"no node {request.node_id[:100]!r} in the mesh", field="node_id")
-            tier = snapshot.places[row].tier
-        else:
-            tier = _tier(request.tier)
-        shape = PlanShape.LOCAL if tier is Tier.EDGE else PlanShape.CORE
-        wish = Wish(shape=shape, node_id=request.node_id, tier=tier)
-        plan = self._decide(live.accepted, wish, frozenset({here}))
-        target = plan.choice.decode
-        self._check_kv(live.accepted, target)
-        return target.node_id
-
-    def _check_kv(self, accepted: Accepted, target: Place) -> None:
-        policy = self._deps.policies().lookup(accepted.principal.tenant).policy
-        label, site = accepted.placement.label, self._deps.signer.place.site
-        if policy.allows(label, target, entry_site=site, kind=DataKind.KV) is None:
-            raise PolicyDenied(
-                f"KV with label {label} may not be at {target.node_id} (site {target.site}): "
-                f"allowed is {policy.explain_rules(label, DataKind.KV)}",
-                rule=policy.rules_of(label, DataKind.KV)[0].name,
-                node=target.node_id,
-            )
-
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, wait for what runs, then end the rest."""
         self._draining = True
-        producers = [live.stream.producer for live in self._live.values() if live.stream.producer is not None]
+        producers = list(self._producers.values())
         if producers:
             _, late = await asyncio.wait(producers, timeout=timeout_s)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        for task in list(self._tasks):
+        waiting = list(self._tasks)
+        for task in waiting:
             task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def _scope(principal: Principal) -> str | None:
     """Whose requests a caller may touch: its tenant's, an operator any."""
     return None if principal.role >= AccessRole.OPERATOR else principal.tenant
-
-
-def _tier(name: str) -> Tier:
-    try:
-        return Tier(name)
-    except ValueError:
-        raise NotFound("target must be a node_id, or a tier: core or edge", field="tier") from None
 
 
 def _fingerprint(principal: Principal, request: pb.GenerateRequest) -> bytes:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from mesh.errors import InvalidRequest, NotImplementedHere, UnknownModel
+from mesh.identity.place import check_name
 from mesh.identity.principal import Principal
 from mesh.model.chat_template import MAX_MESSAGES, ChatTemplate, Message
 from mesh.model.description import ModelDescription, describe
@@ -89,6 +91,7 @@ async def encode_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model:
     if kind == "tokens":
         assert isinstance(request, pb.GenerateRequest)
         return _checked_ids(request.tokens.ids, model)
+    encode: Callable[[], Sequence[int]]
     if kind == "text":
         if not request.text:
             raise InvalidRequest("the prompt is empty", field="text")
@@ -126,11 +129,13 @@ def _checked_chat(chat: pb.Chat) -> list[Message]:
 
 def sampling_from(params: common.SamplingParams, *, room_tokens: int, seed: int) -> SamplingParams:
     """Defaults filled in. `room_tokens` is what the context leaves; `seed` is used where the caller set none."""
-    if params.HasField("n") and params.n != 1:
+    if params.HasField("n") and params.n == 0:
+        raise InvalidRequest("n must be at least 1", field="n")
+    if params.HasField("n") and params.n > 1:
         raise NotImplementedHere(f"n = {params.n}: only 1 sample per request is implemented", field="n")
 
-    def given(field: str, default: float) -> float:
-        return getattr(params, field) if params.HasField(field) else default  # type: ignore[no-any-return]
+    def given(field: Any, default: float) -> Any:  # not through float, which has no room for a seed of 64 bits
+        return getattr(params, field) if params.HasField(field) else default
 
     max_tokens = int(given("max_tokens", min(DEFAULT_MAX_TOKENS, room_tokens)))
     if max_tokens > room_tokens:
@@ -161,11 +166,14 @@ def _wish(wish: pb.PlacementWish) -> Wish:
             shape = PlanShape(wish.shape)
         except ValueError:
             raise InvalidRequest(f"unknown plan shape {wish.shape}", field="placement.shape") from None
+    for field, name in (("placement.node_id", wish.node_id), ("placement.site", wish.site)):
+        if name:
+            check_name(field, name)
     return Wish(shape=shape, node_id=wish.node_id, site=wish.site)
 
 
-def _positive(latency: pb.LatencyWish, field: str) -> float | None:
-    if not latency.HasField(field):  # type: ignore[arg-type]
+def _positive(latency: pb.LatencyWish, field: Literal["ttft_s", "tpot_s", "deadline_s"]) -> float | None:
+    if not latency.HasField(field):
         return None
     value = float(getattr(latency, field))
     if not math.isfinite(value) or value <= 0:

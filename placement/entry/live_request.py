@@ -6,10 +6,11 @@ stop strings.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import asdict
 
-from mesh.errors import Internal, MeshError
+from mesh.errors import Draining, Internal, MeshError
 from mesh.identity.place import Place
 from mesh.node.stop import StopMatcher
 from mesh.telemetry.log import get_logger
@@ -62,6 +63,7 @@ class LiveRequest:
             started_unix_s=time.time(),
         )
         self._error: MeshError | None = None
+        self._ttft_s: float | None = None
         eos = frozenset[int]() if accepted.sampling.ignore_eos else accepted.model.description.eos_token_ids
         spec = rt.RunnerSpec(
             request_id=stream.request_id,
@@ -77,7 +79,7 @@ class LiveRequest:
 
     async def run(self) -> None:
         """To the outcome; the stream has ended after it, whatever happens."""
-        error: BaseException | None = None
+        error: MeshError | None = None
         try:
             await self.driver.run()
             error = self._error
@@ -86,14 +88,14 @@ class LiveRequest:
         except Exception as exc:
             log.exception("request_failed")
             error = Internal(f"the entry failed: {type(exc).__name__}")
-        except BaseException as exc:
-            error = exc
+        except asyncio.CancelledError:
+            # Only an entry that stops cancels its requests; their clients may try another one.
+            error = Draining(f"{self._signer.place.node_id} stopped before the request had ended")
             raise
         finally:
             self.stream.end(time.monotonic(), error)
-            outcome = "OK" if error is None else getattr(error, "reason", "CANCELLED")
-            if error is not None:
-                self._count(outcome, None)
+            outcome = "OK" if error is None else error.reason
+            self._count(outcome)
             log.info("request_ended", outcome=outcome, generated_tokens=self.driver.usage.completion_tokens)
 
     def _on_effect(self, effect: rt.Effect) -> None:
@@ -136,13 +138,13 @@ class LiveRequest:
             node_id = self.driver.node_id
             delta = pb.TokenDelta(offset_tokens=self.driver.usage.completion_tokens, text=rest, node_id=node_id)
             self.stream.append(pb.GenerateResponse(tokens=delta))
-        self._count("OK", effect)
+        self._ttft_s = effect.ttft_s
         receipt = self._draft.sign(
             self._signer, outcome=effect.reason.value, ended_unix_s=time.time(), usage=asdict(effect.usage)
         )
         self.stream.append(pb.GenerateResponse(finish=finish_to_wire(effect, receipt)))
 
-    def _count(self, outcome: str, finish: rt.Finish | None) -> None:
+    def _count(self, outcome: str) -> None:
         usage = self.driver.usage
         self._metrics.request_ended(
             outcome=outcome,
@@ -150,7 +152,7 @@ class LiveRequest:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             generated_tokens=usage.completion_tokens,
-            ttft_s=None if finish is None else finish.ttft_s,
+            ttft_s=self._ttft_s,
         )
 
     def _touch(self, node_id: str, *, prompt: bool) -> None:

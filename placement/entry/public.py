@@ -1,13 +1,17 @@
-"""The public gRPC listener of an entry: the services that every entry has, behind API keys."""
+"""The public listeners of an entry: gRPC with the services that every entry has, behind API keys, and HTTP."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import grpc.aio
+from grpc_health.v1.health import aio as health_aio
+from starlette.types import ASGIApp
 
 from mesh.address import HostPort
-from mesh.identity.ca import NodeCredentials
+from mesh.http.server import HttpServer
+from mesh.identity.ca import NODE_CERT_FILE, NODE_KEY_FILE, NodeCredentials
 from mesh.identity.principal import Principal
 from mesh.identity.tenants import TenantDirectory
 from mesh.rpc.auth import Authenticator, current_principal
@@ -29,9 +33,9 @@ def public_listener(
     mover: RequestMover,
     directory: Callable[[], TenantDirectory],
     more_services: Sequence[str] = (),
-) -> Listener:
-    """Bound, not started; plain text on loopback, TLS with the node's certificate elsewhere. `more_services` are
-    named in reflection; the caller adds their servicers."""
+) -> tuple[Listener, health_aio.HealthServicer]:
+    """Bound, not started, with what its health service says; plain text on loopback, TLS with the node's certificate
+    elsewhere. `more_services` are named in reflection; the caller adds their servicers."""
     listener = public_server(
         str(address),
         credentials=None if address.is_loopback else credentials,
@@ -39,9 +43,18 @@ def public_listener(
     )
     pb_grpc.add_InferenceServicer_to_server(InferenceServicer(door, _caller), listener.server)
     admin_grpc.add_MeshViewServicer_to_server(MeshViewServicer(source, mover, _caller), listener.server)
-    add_health(listener.server)
+    health = add_health(listener.server)
     add_reflection(listener.server, (*SERVICES, *more_services))
-    return listener
+    return listener, health
+
+
+def http_listener(app: ASGIApp, address: HostPort, identity_folder: Path) -> HttpServer:
+    """Bound, not started; as the gRPC one: plain on loopback, TLS with the node's certificate elsewhere."""
+    if address.is_loopback:
+        return HttpServer(app, str(address))
+    return HttpServer(
+        app, str(address), cert_file=identity_folder / NODE_CERT_FILE, key_file=identity_folder / NODE_KEY_FILE
+    )
 
 
 def _caller(_: grpc.aio.ServicerContext) -> Principal:

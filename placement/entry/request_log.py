@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from mesh.errors import InvalidRequest, NotFound
+from mesh.errors import InvalidRequest, MeshError, NotFound
 from mesh.v1 import common_pb2 as common
 from mesh.v1 import inference_pb2 as pb
 
@@ -34,27 +34,32 @@ LogEntry = TokenPiece | pb.GenerateResponse
 class RequestStream:
     """Append-only events of one request."""
 
-    def __init__(self, request_id: str, tenant: str, fingerprint: bytes) -> None:
+    def __init__(self, request_id: str, tenant: str, fingerprint: bytes, idempotency_key: str = "") -> None:
         self.request_id = request_id
         self.tenant = tenant
         self.fingerprint = fingerprint
+        self.idempotency_key = idempotency_key
         self.readers = 0
         self.ended_s: float | None = None
-        self.producer: asyncio.Task[None] | None = None
         self._entries: list[LogEntry] = []
-        self._error: BaseException | None = None
+        self._error: MeshError | None = None
         self._grown = asyncio.Event()
 
     @property
     def ended(self) -> bool:
         return self.ended_s is not None
 
+    @property
+    def failed(self) -> bool:
+        """It ended with an error."""
+        return self._error is not None
+
     def append(self, *entries: LogEntry) -> None:
         """Add events; readers wake."""
         self._entries.extend(entries)
         self._wake()
 
-    def end(self, now_s: float, error: BaseException | None = None) -> None:
+    def end(self, now_s: float, error: MeshError | None = None) -> None:
         """No more events. Readers get what there is, then `error` if there is one."""
         self._error, self.ended_s = error, now_s
         self._wake()
@@ -92,8 +97,8 @@ class RequestStream:
             if at < len(self._entries):
                 continue
             if self.ended:
-                if self._error is not None:
-                    raise self._error
+                if self._error is not None:  # each reader gets its own, for tracebacks grow on the one that is raised
+                    raise type(self._error)(self._error.message, **self._error.details)
                 return
             await grown.wait()
 
@@ -120,8 +125,9 @@ class RequestLog:
         self._by_key: dict[tuple[str, str], RequestStream] = {}
 
     def find(self, tenant: str, idempotency_key: str, fingerprint: bytes) -> RequestStream | None:
-        """The stream of this key. Raises InvalidRequest if the key was used for another request."""
-        stream = self._by_key.get((tenant, idempotency_key))
+        """The stream of this key; None for an empty one. Raises InvalidRequest if the key was used for another
+        request."""
+        stream = self._by_key.get((tenant, idempotency_key)) if idempotency_key else None
         if stream is not None and stream.fingerprint != fingerprint:
             raise InvalidRequest(
                 "this idempotency_key belongs to a request with other contents: use a new key",
@@ -129,12 +135,12 @@ class RequestLog:
             )
         return stream
 
-    def add(self, stream: RequestStream, idempotency_key: str, now_s: float) -> None:
-        """Take in a new stream, and let old ones go."""
+    def add(self, stream: RequestStream, now_s: float) -> None:
+        """Take in a new stream, and let old ones go. Its key, if it has one, names it from now on."""
         self._expire(now_s)
         self._by_id[stream.request_id] = stream
-        if idempotency_key:
-            self._by_key[(stream.tenant, idempotency_key)] = stream
+        if stream.idempotency_key:
+            self._by_key[(stream.tenant, stream.idempotency_key)] = stream
 
     def get(self, request_id: str, tenant: str | None) -> RequestStream:
         """By id; `tenant` None sees all tenants'. Raises NotFound, for other tenants' requests too."""
@@ -143,17 +149,15 @@ class RequestLog:
             raise NotFound(f"no request {request_id[:100]!r} here", field="request_id")
         return stream
 
-    def running(self) -> tuple[RequestStream, ...]:
-        """Streams that have not ended."""
-        return tuple(s for s in self._by_id.values() if not s.ended)
-
     def drop(self, stream: RequestStream) -> None:
         """Forget a stream that nobody can come back for."""
         self._by_id.pop(stream.request_id, None)
-        self._by_key = {k: s for k, s in self._by_key.items() if s is not stream}
+        key = (stream.tenant, stream.idempotency_key)
+        if self._by_key.get(key) is stream:
+            del self._by_key[key]
 
     def _expire(self, now_s: float) -> None:
         ended = [s for s in self._by_id.values() if s.ended_s is not None]
         old = [s for s in ended if s.ended_s is not None and now_s - s.ended_s > self._keep_s]
-        for stream in {*old, *ended[: max(0, len(ended) - self._max_kept)]}:
+        for stream in (*old, *ended[: max(0, len(ended) - self._max_kept)]):
             self.drop(stream)

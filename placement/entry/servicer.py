@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Protocol
 
 import grpc.aio
@@ -28,8 +29,9 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
-        async for response in self._door.generate(self._authenticate(context), request):
-            yield response
+        async with aclosing(self._door.generate(self._authenticate(context), request)) as responses:
+            async for response in responses:
+                yield response
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         return await self._door.tokenize(self._authenticate(context), request)

@@ -13,7 +13,6 @@ from pathlib import Path
 from grpc_health.v1 import health_pb2
 
 from mesh.http.app import create_app
-from mesh.http.server import HttpServer
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.files import write_private
 from mesh.identity.place import Place, Role
@@ -31,10 +30,12 @@ from mesh.settings import Bootstrap, PlacementSettings, RegistryKind
 from mesh.telemetry.log import configure_log, get_logger
 from mesh.telemetry.metrics import Metrics
 from mesh.v1 import admin_pb2, admin_pb2_grpc, registry_pb2_grpc, uplink_pb2, uplink_pb2_grpc
-from placement.entry.front_door import FrontDoor, FrontDoorDeps
+from placement.decide.settings import DecideSettings
+from placement.entry.decisions import FrontDoorDeps
+from placement.entry.front_door import FrontDoor
 from placement.entry.gateway import EntryGateway
 from placement.entry.intake import ServedModel, served_model
-from placement.entry.public import public_listener
+from placement.entry.public import http_listener, public_listener
 from placement.entry.salts import derive_salt
 from placement.service.admin import PoliciesServicer, TenantsServicer
 from placement.service.membership import Membership
@@ -88,7 +89,6 @@ async def serve(settings: PlacementSettings) -> None:
         )
         await state.start()
         stack.push_async_callback(state.close)
-        stack.callback(hub.close)
 
         metrics = Metrics(node_id=place.node_id, role=Role.PLACEMENT.value)
         door = FrontDoor(
@@ -99,9 +99,10 @@ async def serve(settings: PlacementSettings) -> None:
                 policies=lambda: policies.book,
                 salt=lambda tenant, label, model: derive_salt(tenants.directory, tenant, label, model),
                 metrics=metrics,
+                settings=DecideSettings(busy_after_s=settings.stale_load_s),
             )
         )
-        public = public_listener(
+        public, public_health = public_listener(
             settings.listeners.public,
             credentials,
             door=door,
@@ -119,8 +120,9 @@ async def serve(settings: PlacementSettings) -> None:
         for listener in (node, public, health):
             await listener.server.start()
             stack.push_async_callback(listener.server.stop, _GRPC_GRACE_S)
+        stack.callback(hub.close)  # before the servers stop: agents are told, instead of cut off
         gateway = EntryGateway(door, lambda: tenants.directory, metrics)
-        http = HttpServer(create_app(gateway), str(settings.listeners.http))
+        http = http_listener(create_app(gateway), settings.listeners.http, settings.identity.folder)
         await http.start()
         stack.push_async_callback(http.close)
 
@@ -133,7 +135,8 @@ async def serve(settings: PlacementSettings) -> None:
 
         await stop_signal()
         membership.set_ready(False)
-        await health_state.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        for state_of_health in (health_state, public_health):
+            await state_of_health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await door.drain(settings.drain_s)
 
 

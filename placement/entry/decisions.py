@@ -1,0 +1,162 @@
+"""What an entry decides: which requests it accepts, where they run, where a running one may move.
+
+Reads policies, the mesh and salts at each call; starts nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from mesh.errors import InvalidRequest, NotFound, PolicyDenied
+from mesh.identity.place import Place, Tier
+from mesh.identity.principal import Principal
+from mesh.node.port import WorkContext
+from mesh.telemetry.metrics import Metrics
+from mesh.v1 import admin_pb2 as admin
+from mesh.v1 import inference_pb2 as pb
+from placement.decide.decide import decide
+from placement.decide.explain import explain_nodes
+from placement.decide.settings import DEFAULTS, DecideSettings
+from placement.decide.types import PlacementRequest, Plan, PlanShape, Refusal, Wish
+from placement.entry.driver import Work
+from placement.entry.intake import Accepted, ServedModel, accept
+from placement.entry.receipt import Signer
+from placement.entry.refusal import REFUSALS, refusal_error
+from placement.entry.wire import decision_to_wire
+from placement.entry.world import World
+from placement.policy.book import PolicyBook
+from placement.policy.model import DataKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontDoorDeps:
+    """What an entry brings. `policies` and `salt` read the current state at each call; `salt(tenant, label,
+    model)` raises PolicyDenied for a tenant whose secret this entry does not have."""
+
+    signer: Signer
+    world: World
+    models: Mapping[str, ServedModel]
+    policies: Callable[[], PolicyBook]
+    salt: Callable[[str, str, str], bytes]
+    metrics: Metrics
+    settings: DecideSettings = DEFAULTS
+
+
+class Decisions:
+    """Owned by the front door."""
+
+    def __init__(self, deps: FrontDoorDeps, rng: random.Random) -> None:
+        self._deps = deps
+        self._rng = rng
+
+    @property
+    def _own(self) -> Place:
+        return self._deps.signer.place
+
+    async def accept(self, principal: Principal, request: pb.GenerateRequest) -> Accepted:
+        """See placement.entry.intake."""
+        policy = self._deps.policies().lookup(principal.tenant).policy
+        seed = self._rng.getrandbits(64)
+        return await accept(request, principal, models=self._deps.models, policy=policy, seed=seed)
+
+    def plan(self, accepted: Accepted) -> Plan:
+        """Raises UnknownNode, PolicyDenied, NoNodeNow, NoCapableNode or Overloaded, naming the rule."""
+        return self._decide(accepted, accepted.placement)
+
+    def _decide(self, accepted: Accepted, request: PlacementRequest) -> Plan:
+        outcome = decide(
+            self._deps.world.snapshot(),
+            request,
+            self._deps.policies().lookup(accepted.principal.tenant).policy,
+            entry_site=self._own.site,
+            now_s=time.monotonic(),
+            rng=self._rng,
+            settings=self._deps.settings,
+        )
+        if isinstance(outcome, Refusal):
+            raise refusal_error(outcome)
+        return outcome
+
+    def work(self, request_id: str, accepted: Accepted, plan: Plan) -> Work:
+        """What all orders of the request have in common. Raises PolicyDenied without a cache namespace."""
+        tenant, label, model = accepted.principal.tenant, accepted.placement.label, accepted.model.model_id
+        context = WorkContext(
+            request_id=request_id,
+            tenant=tenant,
+            label=label,
+            model=model,
+            salt=self._deps.salt(tenant, label, model),
+            policy_version=plan.policy_version,
+            deadline_s=accepted.placement.deadline_s,
+            entry_site=self._own.site,
+        )
+        return Work(
+            context=context,
+            prompt_tokens=len(accepted.token_ids),
+            sampling=accepted.sampling,
+            priority=self._deps.policies().lookup(tenant).policy.priority,
+        )
+
+    def target_of_move(self, accepted: Accepted, here: str, request: admin.MigrateRequest) -> str:
+        """Node id of where a request that runs at `here` may move: filtered by its policy like any other choice.
+
+        Raises InvalidRequest (no target, or it is there), UnknownNode, and what `plan` raises."""
+        snapshot = self._deps.world.snapshot()
+        if request.WhichOneof("target") == "node_id":
+            row = snapshot.row_of(request.node_id)
+            if row < 0:
+                raise NotFound(f"no node {request.node_id[:100]!r} in the mesh", field="node_id")
+            tier = snapshot.places[row].tier
+            is_there = request.node_id == here
+        else:
+            tier, row = _tier(request.tier), snapshot.row_of(here)
+            is_there = row >= 0 and snapshot.places[row].tier is tier
+        if is_there:
+            raise InvalidRequest(f"the request runs at {here} already", field=request.WhichOneof("target") or "")
+        shape = PlanShape.LOCAL if tier is Tier.EDGE else PlanShape.CORE
+        wish = Wish(shape=shape, node_id=request.node_id, tier=tier)
+        plan = self._decide(accepted, replace(accepted.placement, wish=wish, exclude=frozenset({here})))
+        self._check_kv(accepted, plan.choice.decode)
+        return plan.choice.decode.node_id
+
+    def _check_kv(self, accepted: Accepted, target: Place) -> None:
+        policy, label = self._deps.policies().lookup(accepted.principal.tenant).policy, accepted.placement.label
+        if policy.allows(label, target, entry_site=self._own.site, kind=DataKind.KV) is None:
+            raise PolicyDenied(
+                f"KV with label {label} may not be at {target.node_id} (site {target.site}): "
+                f"allowed is {policy.explain_rules(label, DataKind.KV)}",
+                rule=policy.rules_of(label, DataKind.KV)[0].name,
+                node=target.node_id,
+            )
+
+    async def explain(self, principal: Principal, request: pb.GenerateRequest) -> pb.ExplainResponse:
+        """The plan, or why there is none, without running it."""
+        accepted = await self.accept(principal, request)
+        verdicts = explain_nodes(
+            self._deps.world.snapshot(),
+            accepted.placement,
+            self._deps.policies().lookup(principal.tenant).policy,
+            entry_site=self._own.site,
+        )
+        response = pb.ExplainResponse(
+            snapshot_age_s=self._deps.world.snapshot_age_s(),
+            nodes=[
+                pb.NodeVerdict(node_id=v.place.node_id, site=v.place.site, tier=v.place.tier.value, refused=v.refused)
+                for v in verdicts
+            ],
+        )
+        try:
+            response.decision.CopyFrom(decision_to_wire("", accepted, self.plan(accepted)))
+        except REFUSALS as refusal:
+            response.refusal, response.refusal_reason = refusal.message, refusal.reason
+        return response
+
+
+def _tier(name: str) -> Tier:
+    try:
+        return Tier(name)
+    except ValueError:
+        raise InvalidRequest("the target is a node_id, or a tier: core or edge", field="tier") from None
