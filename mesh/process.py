@@ -1,4 +1,4 @@
-"""What the three processes have in common at their rim: signals and readiness.
+"""What the three processes have in common at their rim: signals, readiness, tasks that live as long as they do.
 
 A process says that it is ready once, in `ready.json` of its state folder and as one JSON line on stdout; SIGTERM
 or SIGINT asks it to drain, a second one to stop at once.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,3 +44,16 @@ async def stop_signal() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
     log.info("draining")
+
+
+def background(work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+    """A task that runs until its owner cancels it. One that dies of an error says so in the log at once, for nobody
+    awaits it before the end."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_tell_death)
+    return task
+
+
+def _tell_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("background_task_died", name=task.get_name(), exc_info=error)

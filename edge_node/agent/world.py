@@ -1,6 +1,7 @@
 """The mesh as an edge agent sees it: its own engine, the last snapshot it was pushed, and links it measured itself.
 
-Implements the entry's World. Cut off, the snapshot ages, links show as unreachable, and the own node remains.
+Implements the entry's World. Cut off from placement, the snapshot ages; core nodes that answer this site's own probes
+stay in use, with a load that counts as busy. Cut off from everything, the own node remains.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
-from mesh.node.local_port import LocalPort
-
 from mesh.identity.place import Tier
 from mesh.node.engine import EngineLoad
+from mesh.node.local_port import LocalPort
 from mesh.node.port import KvReport, NodePort, Peer
+from mesh.telemetry.log import get_logger
 from mesh.v1 import admin_pb2 as admin
+from placement.decide.settings import DEFAULTS
 from placement.decide.types import Snapshot
 from placement.entry.mesh_view import ModelFacts, NodeFacts, NodeState, build_snapshot, from_wire, to_wire
 from placement.entry.peers import Dial, Peers
 
 _NEVER_S = 1e9
+_SILENT_AFTER_S = 5.0  # snapshots come every second; after this, placement has nothing to say about a node's state
+
+log = get_logger(__name__)
 
 
 class EdgeWorld:
@@ -32,8 +37,9 @@ class EdgeWorld:
         self._load = load
         self._draining = False
         self._peers = Peers(dial, watch_load=False, on_change=self._changed)
-        self._pushed: admin.Snapshot | None = None
-        self._pushed_at_s = 0.0
+        self._others: tuple[NodeFacts, ...] = ()  # as pushed; ages are those of that moment
+        self._pushed_at_s: float | None = None
+        self._unread = 0
         self._version = 0
         self._changes = asyncio.Event()
 
@@ -46,11 +52,16 @@ class EdgeWorld:
 
     def set_snapshot(self, snapshot: admin.Snapshot) -> None:
         """A newer snapshot was pushed; open links to the core nodes in it."""
-        self._pushed, self._pushed_at_s = snapshot, time.monotonic()
-        others = from_wire(snapshot, mesh=self._own.place.mesh, elapsed_s=0.0)
+        known = from_wire(snapshot, mesh=self._own.place.mesh)
+        unread = len(snapshot.nodes) - len(known)
+        if unread != self._unread:
+            self._unread = unread
+            log.warning("snapshot_has_nodes_of_a_newer_kind", count=unread)
+        self._others = tuple(node for node in known if node.place.node_id != self._own.place.node_id)
+        self._pushed_at_s = time.monotonic()
         self._peers.update(
             Peer(address=node.address, place=node.place)
-            for node in others
+            for node in self._others
             if node.address and node.place.tier is Tier.CORE
         )
         self._changed()
@@ -61,7 +72,7 @@ class EdgeWorld:
         return build_snapshot(self.nodes(), entry_node_id=self._own.place.node_id, version=self._version)
 
     def snapshot_age_s(self) -> float:
-        return _NEVER_S if self._pushed is None else time.monotonic() - self._pushed_at_s
+        return _NEVER_S if self._pushed_at_s is None else time.monotonic() - self._pushed_at_s
 
     def port(self, node_id: str) -> NodePort:
         return self._own if node_id == self._own.place.node_id else self._peers.port(node_id)
@@ -85,10 +96,8 @@ class EdgeWorld:
             draining=self._draining,
             rtt_s=0.0,
         )
-        if self._pushed is None:
-            return (own,)
-        others = from_wire(self._pushed, mesh=self._own.place.mesh, elapsed_s=self.snapshot_age_s())
-        return (own, *(self._heard(n) for n in others if n.place.node_id != own.place.node_id))
+        elapsed_s = self.snapshot_age_s()
+        return (own, *(self._heard(node, elapsed_s) for node in self._others))
 
     def wire_snapshot(self) -> admin.Snapshot:
         return to_wire(
@@ -101,15 +110,24 @@ class EdgeWorld:
             async with asyncio.timeout(timeout_s):
                 await self._changes.wait()
 
-    def _heard(self, node: NodeFacts) -> NodeFacts:
+    def _heard(self, node: NodeFacts, elapsed_s: float) -> NodeFacts:
+        age_s = node.age_s + elapsed_s
         link = self._peers.link(node.place.node_id)
         if link is None:  # another box of this site, or a core node without an address: no way there from here
-            return replace(node, reachable=False)
-        facts = link.facts
+            return replace(node, reachable=False, age_s=age_s)
+        facts, state = link.facts, node.state
+        if facts.reachable:
+            # It answers us, whatever placement last knew: busy for all we know, but not to be refused as unheard of.
+            age_s = min(age_s, DEFAULTS.stale_after_s)
+            if state is NodeState.DISCONNECTED and elapsed_s > _SILENT_AFTER_S:
+                state = NodeState.READY
+        elif state is NodeState.READY:
+            state = NodeState.DISCONNECTED
         return replace(
             node,
-            state=node.state if facts.reachable else NodeState.DISCONNECTED,
+            state=state,
             reachable=facts.reachable,
+            age_s=age_s,
             rtt_s=facts.rtt_s,
             goodput_bytes_per_s=facts.goodput_bytes_per_s,
         )

@@ -13,6 +13,7 @@ from enum import Enum
 
 import numpy as np
 
+from mesh.errors import InvalidRequest
 from mesh.identity.place import Place, Role, Tier
 from mesh.node.engine import EngineInfo, EngineLoad
 from mesh.v1 import admin_pb2 as admin
@@ -196,34 +197,42 @@ def _node_to_wire(node: NodeFacts) -> admin.NodeView:
     )
 
 
-def from_wire(snapshot: admin.Snapshot, *, mesh: str, elapsed_s: float) -> tuple[NodeFacts, ...]:
-    """Facts out of a pushed snapshot that arrived `elapsed_s` ago. Link figures are the pusher's, so they are
-    left out; the receiver measures its own."""
-    return tuple(
-        NodeFacts(
-            place=Place(
-                mesh=mesh,
-                role=Role(view.tier),
-                tier=Tier(view.tier),
-                site=view.site,
-                region=view.region,
-                jurisdiction=view.jurisdiction,
-                node_id=view.node_id,
-            ),
-            address=view.address,
-            state=NodeState(view.state),
-            models=models_from_wire(view.models),
-            load=EngineLoad(
-                running=view.running,
-                waiting=view.waiting,
-                waiting_prefill_tokens=view.waiting_prefill_tokens,
-                kv_used_tokens=view.kv_used_tokens,
-                kv_capacity_tokens=view.kv_capacity_tokens,
-                prefill_tokens_per_s=view.prefill_tokens_per_s,
-                decode_tokens_per_s=view.decode_tokens_per_s,
-            ),
-            draining=view.draining,
-            age_s=view.age_s + elapsed_s,
+def from_wire(snapshot: admin.Snapshot, *, mesh: str) -> tuple[NodeFacts, ...]:
+    """Facts out of a pushed snapshot. Link figures are the pusher's, so they are left out; the receiver measures its
+    own. Nodes that this build cannot read (a tier or state that it does not know) are left out too: it gives them no
+    work."""
+    facts = (_node_from_wire(view, mesh) for view in snapshot.nodes)
+    return tuple(node for node in facts if node is not None)
+
+
+def _node_from_wire(view: admin.NodeView, mesh: str) -> NodeFacts | None:
+    try:
+        place = Place(
+            mesh=mesh,
+            role=Role(view.tier),
+            tier=Tier(view.tier),
+            site=view.site,
+            region=view.region,
+            jurisdiction=view.jurisdiction,
+            node_id=view.node_id,
         )
-        for view in snapshot.nodes
+        state = NodeState(view.state)
+    except (ValueError, InvalidRequest):
+        return None
+    return NodeFacts(
+        place=place,
+        address=view.address,
+        state=state,
+        models=models_from_wire(view.models),
+        load=EngineLoad(
+            running=view.running,
+            waiting=view.waiting,
+            waiting_prefill_tokens=view.waiting_prefill_tokens,
+            kv_used_tokens=view.kv_used_tokens,
+            kv_capacity_tokens=view.kv_capacity_tokens,
+            prefill_tokens_per_s=view.prefill_tokens_per_s,
+            decode_tokens_per_s=view.decode_tokens_per_s,
+        ),
+        draining=view.draining,
+        age_s=view.age_s,
     )

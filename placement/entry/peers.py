@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import grpc
 import grpc.aio
-from mesh.node.grpc_port import GrpcPort
-from mesh.node.wire import load_from_wire
 
-from mesh.errors import NodeUnreachable
+from mesh.errors import MeshError, NodeUnreachable
 from mesh.node.engine import EngineLoad
-from mesh.node.port import Peer
+from mesh.node.grpc_port import GrpcPort
+from mesh.node.port import Peer, PortEvent, RunOrder
+from mesh.node.wire import load_from_wire
+from mesh.process import background
 from mesh.telemetry.log import get_logger
 from mesh.v1 import node_pb2, node_pb2_grpc
 
@@ -29,6 +31,7 @@ _PROBE_TIMEOUT_S = 3.0
 _GOODPUT_EVERY = 15  # probes
 _GOODPUT_BYTES = 256 * 1024
 _BACKOFF_CAP_S = 5.0
+_RETIRED_GRACE_S = 120.0  # for what still runs over a link whose node the mesh does not list any more
 _SMOOTHING = 0.3  # weight of the newest sample in the moving averages
 
 Dial = Callable[[Peer], grpc.aio.Channel]
@@ -47,13 +50,36 @@ class LinkFacts:
     load_age_s: float | None
 
 
+class _CountedPort(GrpcPort):
+    """Knows whether runs are open over it."""
+
+    def __init__(self, channel: grpc.aio.Channel, peer: Peer) -> None:
+        super().__init__(channel, peer)
+        self._open = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    async def run(self, order: RunOrder) -> AsyncGenerator[PortEvent, None]:
+        """See NodePort.run."""
+        self._open += 1
+        self.idle.clear()
+        try:
+            async with aclosing(super().run(order)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._open -= 1
+            if not self._open:
+                self.idle.set()
+
+
 class PeerLink:
     """One dialled node. Owned by Peers."""
 
     def __init__(self, peer: Peer, dial: Dial, *, watch_load: bool, on_change: Callable[[], None]) -> None:
         self.peer = peer
         self.channel = dial(peer)
-        self.port = GrpcPort(self.channel, peer)
+        self.port = _CountedPort(self.channel, peer)
         self._stub = node_pb2_grpc.NodeStub(self.channel)
         self._on_change = on_change
         self._reachable = False
@@ -62,9 +88,9 @@ class PeerLink:
         self._load: EngineLoad | None = None
         self._draining = False
         self._load_at_s: float | None = None
-        self._tasks = [asyncio.create_task(self._probe_forever(), name=f"probe:{peer.place.node_id}")]
+        self._tasks = [background(self._probe_forever(), f"probe:{peer.place.node_id}")]
         if watch_load:
-            self._tasks.append(asyncio.create_task(self._watch_load_forever(), name=f"load:{peer.place.node_id}"))
+            self._tasks.append(background(self._watch_load_forever(), f"load:{peer.place.node_id}"))
 
     @property
     def facts(self) -> LinkFacts:
@@ -84,10 +110,18 @@ class PeerLink:
             self._goodput = _smooth(self._goodput, wire_bytes / duration_s)
 
     async def close(self) -> None:
+        """At once; what runs over it fails."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.channel.close()
+
+    async def retire(self) -> None:
+        """Close it when nothing runs over it any more, or after a while."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RETIRED_GRACE_S):
+                await self.port.idle.wait()
+        await self.close()
 
     def _set_reachable(self, reachable: bool) -> None:
         if reachable != self._reachable:
@@ -100,13 +134,20 @@ class PeerLink:
         while True:
             try:
                 await self._probe(with_goodput=count % _GOODPUT_EVERY == 0)
-                failures, count = 0, count + 1
-                self._set_reachable(True)
-                await asyncio.sleep(_PROBE_EVERY_S)
-            except grpc.aio.AioRpcError:
+            except Exception as error:
                 failures += 1
-                self._set_reachable(False)
-                await asyncio.sleep(random.uniform(0.1, min(_BACKOFF_CAP_S, 0.25 * 2**failures)))
+                self._failed(error)
+                await asyncio.sleep(_backoff_s(failures))
+                continue
+            failures, count = 0, count + 1
+            self._set_reachable(True)
+            await asyncio.sleep(_PROBE_EVERY_S)
+
+    def _failed(self, error: Exception) -> None:
+        """A link must not stay as it is because something nobody thought of was raised."""
+        if not isinstance(error, grpc.aio.AioRpcError | MeshError):
+            log.error("peer_link_failed_by_bug", node_id=self.peer.place.node_id, exc_info=error)
+        self._set_reachable(False)
 
     async def _probe(self, *, with_goodput: bool) -> None:
         started = time.perf_counter()
@@ -131,10 +172,14 @@ class PeerLink:
                     self._load_at_s = time.monotonic()
                     if first or self._draining:
                         self._on_change()
-            except grpc.aio.AioRpcError:
-                self._set_reachable(False)
+            except Exception as error:
+                self._failed(error)
             failures += 1
-            await asyncio.sleep(random.uniform(0.1, min(_BACKOFF_CAP_S, 0.25 * 2**failures)))
+            await asyncio.sleep(_backoff_s(failures))
+
+
+def _backoff_s(failures: int) -> float:
+    return random.uniform(0.1, min(_BACKOFF_CAP_S, 0.25 * 2.0 ** min(failures, 10)))
 
 
 def _smooth(old: float | None, new: float) -> float:
@@ -149,20 +194,21 @@ class Peers:
         self._watch_load = watch_load
         self._on_change = on_change
         self._links: dict[str, PeerLink] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._retiring: dict[asyncio.Task[None], PeerLink] = {}
 
     def link(self, node_id: str) -> PeerLink | None:
         return self._links.get(node_id)
 
     def port(self, node_id: str) -> GrpcPort:
-        """Raises NodeUnreachable if the node is not known or does not answer."""
+        """Raises NodeUnreachable if the node is not known here; one that does not answer says so when it is used."""
         link = self._links.get(node_id)
         if link is None:
             raise NodeUnreachable(f"node {node_id} is not known here", node=node_id)
         return link.port
 
     def update(self, wanted: Iterable[Peer]) -> None:
-        """Open links to new nodes and to nodes that moved; close the others."""
+        """Open links to new nodes and to nodes that moved; close the others, once what runs over them has ended: a
+        registry that lost its data is no reason to break a stream."""
         by_id = {peer.place.node_id: peer for peer in wanted}
         for node_id in [n for n, link in self._links.items() if by_id.get(n) != link.peer]:
             self._close_later(self._links.pop(node_id))
@@ -173,10 +219,15 @@ class Peers:
                 )
 
     def _close_later(self, link: PeerLink) -> None:
-        task = asyncio.create_task(link.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        task = background(link.retire(), f"retire:{link.peer.place.node_id}")
+        self._retiring[task] = link
+        task.add_done_callback(self._retiring.pop)
 
     async def close(self) -> None:
-        links, self._links = list(self._links.values()), {}
-        await asyncio.gather(*(link.close() for link in links), *self._closing, return_exceptions=True)
+        links = [*self._links.values(), *self._retiring.values()]
+        retiring = tuple(self._retiring)
+        self._links = {}
+        for task in retiring:
+            task.cancel()
+        await asyncio.gather(*retiring, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in links), return_exceptions=True)

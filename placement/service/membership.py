@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
-from mesh.errors import NodeUnreachable, NotFound
+from mesh.errors import MeshError, NotFound
+from mesh.process import background
 from mesh.registry.types import Registration, Registry
 from mesh.telemetry.log import get_logger
 
@@ -23,6 +24,7 @@ class Membership:
         self._registry = registry
         self._registration = registration
         self._ready = True
+        self._missing = False  # the last heartbeat failed
         self._beat_now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -30,7 +32,7 @@ class Membership:
         """Register and say ready. Raises NodeUnreachable if the registry is not there."""
         await self._registry.register(self._registration)
         await self._registry.heartbeat(self._registration.node_id, ready=self._ready)
-        self._task = asyncio.create_task(self._beat_forever(), name="membership")
+        self._task = background(self._beat_forever(), "membership")
 
     def set_ready(self, ready: bool) -> None:
         """Readiness is told at once, not at the next beat."""
@@ -44,8 +46,8 @@ class Membership:
             await asyncio.gather(self._task, return_exceptions=True)
         try:
             await self._registry.deregister(self._registration.node_id)
-        except NodeUnreachable:
-            log.warning("left_without_registry")
+        except MeshError as error:
+            log.warning("left_without_registry", reason=error.reason)
 
     async def _beat_forever(self) -> None:
         pause_s = self._registration.ttl_s / _BEATS_PER_TTL
@@ -56,18 +58,29 @@ class Membership:
             except TimeoutError:
                 pass
             self._beat_now.clear()
-            try:
-                await self._registry.heartbeat(self._registration.node_id, ready=self._ready)
-                pause_s = self._registration.ttl_s / _BEATS_PER_TTL
-            except NotFound:
-                log.warning("registering_again")
-                pause_s = await self._register_again()
-            except NodeUnreachable:
-                pause_s = _RETRY_S
+            pause_s = await self._beat()
 
-    async def _register_again(self) -> float:
+    async def _beat(self) -> float:
+        """One heartbeat; seconds until the next. Whatever the registry says, the node goes on trying: it is at worst
+        critical for a while."""
         try:
-            await self._registry.register(self._registration)
-        except NodeUnreachable:
-            return _RETRY_S
-        return 0.0
+            await self._registry.heartbeat(self._registration.node_id, ready=self._ready)
+        except NotFound:
+            log.warning("registering_again")
+            try:
+                await self._registry.register(self._registration)
+                await self._registry.heartbeat(self._registration.node_id, ready=self._ready)
+            except MeshError as error:
+                return self._missed(error)
+        except MeshError as error:
+            return self._missed(error)
+        if self._missing:
+            log.info("registry_hears_us_again")
+        self._missing = False
+        return self._registration.ttl_s / _BEATS_PER_TTL
+
+    def _missed(self, error: MeshError) -> float:
+        if not self._missing:
+            log.warning("registry_does_not_hear_us", reason=error.reason, error=error.message)
+        self._missing = True
+        return _RETRY_S

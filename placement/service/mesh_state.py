@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from mesh.errors import MeshError, NodeUnreachable, NotFound
 from mesh.identity.place import Place, Role, Tier
 from mesh.node.port import KvReport, NodePort, Peer
-from mesh.registry.types import Health, NodesView, Registry
+from mesh.process import background
+from mesh.registry.types import Health, NodesView, RegisteredNode, Registry
 from mesh.rpc.uplink.hub import UplinkHub
 from mesh.rpc.uplink.types import AttachedEdge
 from mesh.telemetry.log import get_logger
@@ -30,6 +32,14 @@ _EDGE_TTL_S = 10.0
 _EDGE_BEAT_S = 3.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """A registration as read: what it says of the node, and whether it beats."""
+
+    facts: NodeFacts
+    health: Health
+
+
 class MeshState:
     """Owned by the placement service; `start` and `close` it."""
 
@@ -38,7 +48,8 @@ class MeshState:
         self._registry = registry
         self._hub = hub
         self._peers = Peers(dial, watch_load=True, on_change=self._changed)
-        self._view: NodesView | None = None
+        self._heard_s: float | None = None  # monotonic time of the registry's last word
+        self._registered: tuple[_Registered, ...] = ()
         self._version = 0
         self._changes = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -46,7 +57,7 @@ class MeshState:
     async def start(self) -> None:
         """Begin to watch. Returns at once."""
         loops = (self._watch_registry, self._watch_edges, self._push_snapshots, self._beat_for_edges)
-        self._tasks = [asyncio.create_task(loop(), name=loop.__name__) for loop in loops]
+        self._tasks = [background(loop(), loop.__name__.strip("_")) for loop in loops]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -60,7 +71,7 @@ class MeshState:
         return build_snapshot(self.nodes(), entry_node_id=self._place.node_id, version=self._version)
 
     def snapshot_age_s(self) -> float:
-        return _NEVER_S if self._view is None else time.monotonic() - self._view.heard_monotonic_s
+        return _NEVER_S if self._heard_s is None else time.monotonic() - self._heard_s
 
     def port(self, node_id: str) -> NodePort:
         if any(edge.place.node_id == node_id for edge in self._hub.attached()):
@@ -77,25 +88,10 @@ class MeshState:
         """All known nodes, each with the age of its figures."""
         attached = {edge.place.node_id: edge for edge in self._hub.attached()}
         known = {edge.place.node_id: _edge_facts(edge) for edge in attached.values()}
-        for node in self._view.nodes if self._view is not None else ():
-            if node.registration.node_id in known:
-                continue
-            try:
-                place, models = from_registration(node.registration, mesh=self._place.mesh)
-            except MeshError as error:
-                log.warning("registration_ignored", node_id=node.registration.node_id, reason=error.reason)
-                continue
-            if place.role is Role.PLACEMENT:
-                continue
-            facts = NodeFacts(
-                place=place,
-                address=node.registration.address,
-                state=NodeState.DISCONNECTED,
-                models=models,
-                reachable=False,
-                age_s=_NEVER_S,
-            )
-            known[place.node_id] = self._core_facts(facts, node.health) if place.tier is Tier.CORE else facts
+        for node in self._registered:
+            if node.facts.place.node_id not in known:
+                is_core = node.facts.place.tier is Tier.CORE
+                known[node.facts.place.node_id] = self._core_facts(node) if is_core else node.facts
         return tuple(known[node_id] for node_id in sorted(known))
 
     def wire_snapshot(self) -> admin.Snapshot:
@@ -116,16 +112,14 @@ class MeshState:
         age = min(self.snapshot_age_s(), _NEVER_S)
         return to_wire(nodes, version=self._version, registry_age_s=age, made_unix_s=time.time())
 
-    def _core_facts(self, facts: NodeFacts, health: Health) -> NodeFacts:
-        link = self._peers.link(facts.place.node_id)
+    def _core_facts(self, node: _Registered) -> NodeFacts:
+        link = self._peers.link(node.facts.place.node_id)
         if link is None:
-            return facts
+            return node.facts
         now = link.facts
-        alive = health is Health.PASSING and now.reachable and now.load is not None
-        return NodeFacts(
-            place=facts.place,
-            address=facts.address,
-            models=facts.models,
+        alive = node.health is Health.PASSING and now.reachable and now.load is not None
+        return replace(
+            node.facts,
             state=NodeState.READY if alive else NodeState.DISCONNECTED,
             reachable=now.reachable,
             load=now.load or IDLE,
@@ -141,21 +135,39 @@ class MeshState:
         self._changes = asyncio.Event()
 
     async def _watch_registry(self) -> None:
+        last: tuple[RegisteredNode, ...] | None = None
         async for view in self._registry.watch():
-            moved = self._view is None or view.index != self._view.index or view.nodes != self._view.nodes
-            self._view = view
-            if moved:
-                self._peers.update(self._dialled(view))
+            self._heard_s = view.heard_monotonic_s
+            if view.nodes != last:
+                last = view.nodes
+                self._registered = self._read(view)
+                self._peers.update(
+                    Peer(address=node.facts.address, place=node.facts.place)
+                    for node in self._registered
+                    if node.facts.address and node.facts.place.role is Role.CORE
+                )
                 self._changed()
 
-    def _dialled(self, view: NodesView) -> list[Peer]:
-        peers = []
+    def _read(self, view: NodesView) -> tuple[_Registered, ...]:
+        """The nodes of a view that may do work, as far as they can be read."""
+        found = []
         for node in view.nodes:
-            with suppress(MeshError):  # logged where the view is read
-                place, _ = from_registration(node.registration, mesh=self._place.mesh)
-                if node.registration.address and place.role is Role.CORE:
-                    peers.append(Peer(address=node.registration.address, place=place))
-        return peers
+            try:
+                place, models = from_registration(node.registration, mesh=self._place.mesh)
+            except MeshError as error:
+                log.warning("registration_ignored", node_id=node.registration.node_id, reason=error.reason)
+                continue
+            if place.role is not Role.PLACEMENT:
+                facts = NodeFacts(
+                    place=place,
+                    address=node.registration.address,
+                    state=NodeState.DISCONNECTED,
+                    models=models,
+                    reachable=False,
+                    age_s=_NEVER_S,
+                )
+                found.append(_Registered(facts, node.health))
+        return tuple(found)
 
     async def _watch_edges(self) -> None:
         known: frozenset[str] = frozenset()
@@ -167,7 +179,9 @@ class MeshState:
 
     async def _push_snapshots(self) -> None:
         while True:
-            self._hub.push_snapshot(self.snapshot_for)
+            # Not before the registry was heard once: a mesh without its core nodes would make sites drop their links.
+            if self._heard_s is not None:
+                self._hub.push_snapshot(self.snapshot_for)
             await self.changed(_PUSH_EVERY_S)
 
     async def _beat_for_edges(self) -> None:
@@ -185,6 +199,8 @@ class MeshState:
                     registered.discard(node_id)  # the registry lost it: register again next time
                 except NodeUnreachable:
                     break  # the registry is gone for now
+                except MeshError as error:  # this one cannot be registered (a full disk, too many models ...)
+                    log.warning("edge_not_registered", node_id=node_id, reason=error.reason, error=error.message)
             await asyncio.sleep(_EDGE_BEAT_S)
 
     async def _register_edge(self, edge: AttachedEdge) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from mesh.errors import MeshError, NotFound, PayloadCorrupt, RevisionMismatch
 from mesh.identity.tenants import TenantDirectory
+from mesh.process import background
 from mesh.registry.types import Registry, Value
 from mesh.telemetry.log import get_logger
 from placement.policy.book import PolicyBook
@@ -52,7 +53,8 @@ class StoredPolicy:
 
 class PolicyReader:
     """The policies in force, followed by watch. A document that does not parse keeps the tenant's last good one
-    in force and is logged; nodes without any deny (see BookGuard)."""
+    in force and is logged, and so does one that is gone, for a deleted policy leaves its mark: a registry that lost
+    its data must not loosen anything. Nodes without any deny (see BookGuard)."""
 
     def __init__(self, registry: Registry, on_change: OnChange) -> None:
         self._registry = registry
@@ -64,7 +66,7 @@ class PolicyReader:
     async def start(self) -> None:
         """Read once (raises NodeUnreachable), then follow."""
         self._use(await self._registry.list_values(POLICY_PREFIX))
-        self._task = asyncio.create_task(self._follow(), name="policies")
+        self._task = background(self._follow(), "policies")
 
     async def close(self) -> None:
         if self._task is not None:
@@ -76,23 +78,25 @@ class PolicyReader:
             self._use(values)
 
     def _use(self, values: tuple[Value, ...]) -> None:
-        kept = {s.tenant: s for s in self.stored}
-        stored, book = [], self.book
+        entries = {entry.tenant: entry for entry in self.stored}
+        lost = entries.keys() - {value.key.removeprefix(POLICY_PREFIX) for value in values}
+        if lost:
+            log.error("policies_lost_by_the_registry", count=len(lost))
+        book = self.book
         for value in values:
             tenant = value.key.removeprefix(POLICY_PREFIX)
             try:
                 entry = StoredPolicy.from_value(value)
                 if entry.yaml is None:
                     book = book.without(tenant)
-                elif book.lookup(tenant).version != entry.version:
+                elif entry != entries.get(tenant):
                     book = book.with_policy(tenant, entry.yaml, entry.version)
-                stored.append(entry)
+                entries[tenant] = entry
             except MeshError as error:
                 log.error("policy_unusable", tenant=tenant, reason=error.reason)
-                if tenant in kept:
-                    stored.append(kept[tenant])
-        changed = tuple(stored) != self.stored
-        self.stored, self.book = tuple(stored), book
+        stored = tuple(entries[tenant] for tenant in sorted(entries))
+        changed = stored != self.stored
+        self.stored, self.book = stored, book
         if changed:
             self._on_change()
 
@@ -124,7 +128,7 @@ class PolicyStore(PolicyReader):
         key = POLICY_PREFIX + tenant
         for _ in range(_CAS_ATTEMPTS):
             value = await self._registry.get(key)
-            now = 0 if value is None else StoredPolicy.from_value(value).version
+            now = self._version_of(tenant, value)
             if expected_version is not None and expected_version != now:
                 raise RevisionMismatch(f"the policy of {tenant} is at version {now}, not {expected_version}")
             entry = StoredPolicy(tenant=tenant, yaml=yaml, version=now + 1)
@@ -135,6 +139,16 @@ class PolicyStore(PolicyReader):
             self._use(await self._registry.list_values(POLICY_PREFIX))
             return entry.version
         raise RevisionMismatch(f"the policy of {tenant} keeps changing under us: try again")
+
+    def _version_of(self, tenant: str, value: Value | None) -> int:
+        """The tenant's newest version; of a value that is lost or damaged the last that was seen here."""
+        seen = next((s.version for s in self.stored if s.tenant == tenant), 0)
+        if value is None:
+            return seen
+        try:
+            return StoredPolicy.from_value(value).version
+        except PayloadCorrupt:
+            return seen
 
 
 class TenantStore:
@@ -149,7 +163,7 @@ class TenantStore:
     async def start(self) -> None:
         """Read once (raises NodeUnreachable, PayloadCorrupt), then follow."""
         self._use(await self._registry.get(TENANTS_KEY))
-        self._task = asyncio.create_task(self._follow(), name="tenants")
+        self._task = background(self._follow(), "tenants")
 
     async def close(self) -> None:
         if self._task is not None:
