@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from core_node.engine.blocks import blocks_for
 from core_node.engine.kv_pool import slots_of
 from core_node.engine.scheduler import Chunk
 from mesh.kv.hashing import BLOCK_TOKENS
@@ -22,7 +23,7 @@ from mesh.kv.hashing import BLOCK_TOKENS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRows:
     """One chunk: rows [first, last) of the step; `blocks` i64 [n_blocks]; `n_context` positions to attend to;
-    `mask` bool [rows, n_context], True where a row may look."""
+    `mask` [group * rows, n_context], added to the scores: the chunk's causal mask once for each head of a group."""
 
     first: int
     last: int
@@ -34,8 +35,8 @@ class PrefillRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
     """Tokens of a step, flattened: decode rows first. `token_ids`, `positions`, `slots`: i64 [n_tokens].
-    `decode_blocks`: i64 [n_decode, n_blocks], padded with block 0; `decode_mask`: bool
-    [n_decode, 1, 1, n_blocks * BLOCK_TOKENS]. `logit_rows`: i64, the last row of each chunk that completes."""
+    `decode_blocks`: i64 [n_decode, n_blocks], padded with block 0; `decode_mask`, added to the scores:
+    [n_decode, 1, 1, n_blocks * BLOCK_TOKENS]. `logit_rows`: i64, the last row of each chunk that wants logits."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -47,8 +48,18 @@ class StepLayout:
     logit_rows: torch.Tensor
 
 
-def lay_out(chunks: Seq[Chunk], wants_logits: Seq[bool], device: torch.device) -> StepLayout:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryForm:
+    """What a layout must know of the model: query heads per KV head, and the dtype and device of queries."""
+
+    group: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def lay_out(chunks: Seq[Chunk], wants_logits: Seq[bool], form: QueryForm) -> StepLayout:
     """Tensors for `chunks`, those of one token first. `wants_logits[i]`: whether chunk i's last row needs them."""
+    device = form.device
     token_ids: list[int] = []
     positions, slots = [], []
     logit_rows: list[int] = []
@@ -65,7 +76,7 @@ def lay_out(chunks: Seq[Chunk], wants_logits: Seq[bool], device: torch.device) -
             assert not prefill, "chunks of one token come first"
             decode.append(chunk)
         else:
-            prefill.append(_prefill_rows(chunk, first, device))
+            prefill.append(_prefill_rows(chunk, first, form))
     decode_blocks, decode_mask = _decode_tables(decode)
     return StepLayout(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
@@ -73,7 +84,7 @@ def lay_out(chunks: Seq[Chunk], wants_logits: Seq[bool], device: torch.device) -
         slots=torch.from_numpy(np.concatenate(slots)).to(device),
         n_decode=len(decode),
         decode_blocks=decode_blocks.to(device),
-        decode_mask=decode_mask.to(device),
+        decode_mask=_additive(decode_mask.to(device), form.dtype),
         prefill=tuple(prefill),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
     )
@@ -101,15 +112,19 @@ def attend(q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor, layout
         # Query heads of a group become further rows: [kv_heads, group * n, head_dim] under the mask repeated.
         rows = q[chunk.first : chunk.last].view(n, n_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         rows = rows.reshape(1, n_kv_heads, group * n, head_dim)
-        mask = chunk.mask.repeat(group, 1)
-        out = scaled_dot_product_attention(rows, k.unsqueeze(0), v.unsqueeze(0), attn_mask=mask)
+        out = scaled_dot_product_attention(rows, k.unsqueeze(0), v.unsqueeze(0), attn_mask=chunk.mask)
         out = out.view(n_kv_heads, group, n, head_dim).permute(2, 0, 1, 3)
         parts.append(out.reshape(n, n_heads * head_dim))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _prefill_rows(chunk: Chunk, first: int, device: torch.device) -> PrefillRows:
-    n_blocks = -(-chunk.stop // BLOCK_TOKENS)
+def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+
+
+def _prefill_rows(chunk: Chunk, first: int, form: QueryForm) -> PrefillRows:
+    device = form.device
+    n_blocks = blocks_for(chunk.stop)
     queries = torch.arange(chunk.start, chunk.stop, device=device)
     keys = torch.arange(chunk.stop, device=device)
     return PrefillRows(
@@ -117,15 +132,15 @@ def _prefill_rows(chunk: Chunk, first: int, device: torch.device) -> PrefillRows
         last=first + chunk.n_tokens,
         blocks=torch.tensor(chunk.sequence.blocks[:n_blocks], dtype=torch.int64, device=device),
         n_context=chunk.stop,
-        mask=keys[None, :] <= queries[:, None],
+        mask=_additive(keys[None, :] <= queries[:, None], form.dtype).repeat(form.group, 1),
     )
 
 
 def _decode_tables(chunks: Seq[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
-    n_blocks = max((-(-c.stop // BLOCK_TOKENS) for c in chunks), default=0)
+    n_blocks = max((blocks_for(c.stop) for c in chunks), default=0)
     blocks = np.zeros((len(chunks), n_blocks), dtype=np.int64)
     for row, chunk in enumerate(chunks):
-        used = -(-chunk.stop // BLOCK_TOKENS)
+        used = blocks_for(chunk.stop)
         blocks[row, :used] = chunk.sequence.blocks[:used]
     lengths = np.asarray([c.stop for c in chunks], dtype=np.int64)
     mask = np.arange(n_blocks * BLOCK_TOKENS) < lengths[:, None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import embedding, linear, silu
 
-from core_node.engine.attention import StepLayout, attend
+from core_node.engine.attention import QueryForm, StepLayout, attend
 from core_node.engine.kv_pool import KvPool
 from core_node.engine.rope import rope_table, rotate
 from core_node.engine.weights import LayerWeights, LlamaWeights
@@ -24,8 +24,9 @@ class LlamaModel:
         self._weights = weights
         self._eps = d.norm_eps
         self._n_heads, self._n_kv_heads, self._head_dim = d.n_heads, d.n_kv_heads, d.head_dim
-        self.device = weights.embedding.device
-        self._rope = rope_table(d.head_dim, d.rope_base, d.rope_scaling, max_positions).to(self.device)
+        w = weights.embedding
+        self.query_form = QueryForm(group=d.n_heads // d.n_kv_heads, dtype=w.dtype, device=w.device)
+        self._rope = rope_table(d.head_dim, d.rope_base, d.rope_scaling, max_positions).to(w.device)
 
     def forward(self, layout: StepLayout, pool: KvPool) -> torch.Tensor:
         """Write the step's K and V into the pool; return logits f32 [len(layout.logit_rows), vocab]."""

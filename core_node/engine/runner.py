@@ -31,7 +31,7 @@ class Runner:
     def run(self, chunks: Seq[Chunk], rows: Seq[SampleRow | None]) -> list[Sampled | None]:
         """Compute `chunks` (those of one token first) and draw a token where `rows[i]` is given. None: no row was
         given, or its logits are not finite."""
-        layout = lay_out(chunks, [row is not None for row in rows], self._model.device)
+        layout = lay_out(chunks, [row is not None for row in rows], self._model.query_form)
         logits = self._model.forward(layout, self.pool)
         drawn = iter(choose(logits, [row for row in rows if row is not None], self._eos_token_ids))
         return [None if row is None else next(drawn) for row in rows]
@@ -42,4 +42,4 @@ class Runner:
         blocks = list(range(blocks_for(n_tokens + 1)))
         scratch = Sequence(run_id=_WARM_UP, token_ids=[0] * (n_tokens + 1), root=b"", blocks=blocks)
         for chunk in (Chunk(scratch, 0, n_tokens), Chunk(scratch, n_tokens, 1)):
-            self._model.forward(lay_out([chunk], [True], self._model.device), self.pool)
+            self._model.forward(lay_out([chunk], [True], self._model.query_form), self.pool)

@@ -19,7 +19,7 @@ from tests.core_node.engine.test_exactness import check, generate
 
 pytestmark = pytest.mark.model
 
-N_TOKENS = 16
+N_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,9 @@ async def test_f32_equals_the_reference(
     variant: str, path: Path, reference: Reference, prompts: list[tuple[int, ...]]
 ) -> None:
     pool = 320 if variant == "preempted" else 4096
-    outcomes, load = await generate(settings(path, kv_pool_tokens=pool), prompts, N_TOKENS, variant)
-    agreement = check(reference, prompts, outcomes, N_TOKENS, variant)
+    n_tokens = 5 if variant == "alone" else N_TOKENS  # one sequence at a time is slow
+    outcomes, load = await generate(settings(path, kv_pool_tokens=pool), prompts, n_tokens, variant)
+    agreement = check(reference, prompts, outcomes, n_tokens, variant)
     assert agreement.wrong == 0
     assert (load.preempted_total > 0) == (variant == "preempted")
 

@@ -40,8 +40,8 @@ def engine_logits(path: Path, token_ids: list[int] = PROMPT, dtype: torch.dtype 
     pool = KvPool(d.geometry, 8, KvDtype.F32, CPU)
     sequence = Sequence(run_id=RunId("r"), token_ids=token_ids, root=b"", blocks=[5, 2, 7])
     with torch.inference_mode():
-        model.forward(lay_out([Chunk(sequence, 0, 19)], [False], CPU), pool)
-        return model.forward(lay_out([Chunk(sequence, 19, len(token_ids) - 19)], [True], CPU), pool)[0]
+        model.forward(lay_out([Chunk(sequence, 0, 19)], [False], model.query_form), pool)
+        return model.forward(lay_out([Chunk(sequence, 19, len(token_ids) - 19)], [True], model.query_form), pool)[0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
