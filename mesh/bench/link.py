@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-CHUNK_BYTES = 16 * 1024
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1500, 64 * 1024
 MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 
 
@@ -32,19 +32,33 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkShape:
-    """One direction. `burst_bytes` may pass at once after a pause."""
+    """One direction. `burst_bytes` may pass at once after a pause; it also makes up for timers that are late by up
+    to its time on the link. None: 20 ms of the rate, at least 32 KiB."""
 
     rate_bit_per_s: float = math.inf
     delay_s: float = 0.0
-    burst_bytes: int = 2 * CHUNK_BYTES
+    burst_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.rate_bit_per_s > 0:
             raise ValueError(f"rate_bit_per_s must be positive, got {self.rate_bit_per_s}")
         if not 0 <= self.delay_s < math.inf:
             raise ValueError(f"delay_s must be finite and not negative, got {self.delay_s}")
-        if self.burst_bytes < 1:
+        if self.burst_bytes is not None and self.burst_bytes < 1:
             raise ValueError(f"burst_bytes must be at least 1, got {self.burst_bytes}")
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes that depart together: 2 ms of the rate, so that little waits behind much."""
+        return int(min(max(self.rate_bit_per_s / 8 * 0.002, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES))
+
+    def bucket(self) -> TokenBucket:
+        """A fresh bucket for this direction."""
+        rate_bytes_per_s = self.rate_bit_per_s / 8
+        burst_bytes = self.burst_bytes
+        if burst_bytes is None:
+            burst_bytes = int(max(32 * 1024, rate_bytes_per_s * 0.02)) if rate_bytes_per_s < math.inf else 1
+        return TokenBucket(rate_bytes_per_s=rate_bytes_per_s, burst_bytes=burst_bytes)
 
 
 class TokenBucket:
@@ -85,7 +99,7 @@ class _Lane:
     @shape.setter
     def shape(self, shape: LinkShape) -> None:
         self._shape = shape
-        self.bucket = TokenBucket(rate_bytes_per_s=shape.rate_bit_per_s / 8, burst_bytes=shape.burst_bytes)
+        self.bucket = shape.bucket()
 
 
 class LinkProxy:
@@ -125,7 +139,7 @@ class LinkProxy:
 
     async def start(self) -> None:
         """Listen on a free loopback port."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=CHUNK_BYTES)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=MAX_CHUNK_BYTES)
 
     async def close(self) -> None:
         """Stop listening and drop all connections. Idempotent."""
@@ -188,7 +202,7 @@ class LinkProxy:
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far_reader, far_writer = await asyncio.open_connection(*self._target, limit=CHUNK_BYTES)
+            far_reader, far_writer = await asyncio.open_connection(*self._target, limit=MAX_CHUNK_BYTES)
         except OSError:
             return  # as if the far host refused: the caller resets the near side
         try:
@@ -203,13 +217,13 @@ class LinkProxy:
     async def _forward(self, direction: Direction, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(high=0)  # drain waits until the socket has it all
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
-        room = asyncio.Semaphore(MAX_IN_FLIGHT_BYTES // CHUNK_BYTES)
+        room = asyncio.Semaphore(MAX_IN_FLIGHT_BYTES // MAX_CHUNK_BYTES)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._arrive(direction, under_way, room.release, writer))
             lane, loop = self._lanes[direction], asyncio.get_running_loop()
             while True:
                 await room.acquire()
-                data = await reader.read(CHUNK_BYTES)
+                data = await reader.read(lane.shape.chunk_bytes)
                 departs_s = lane.bucket.depart(len(data), loop.time())
                 await asyncio.sleep(departs_s - loop.time())
                 under_way.put_nowait((departs_s + lane.shape.delay_s, data))
