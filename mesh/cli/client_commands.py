@@ -21,6 +21,7 @@ from mesh.cli.client_output import (
     event_json,
     explain_tables,
     message_json,
+    model_lines,
     nodes_table,
     print_json,
     simple_table,
@@ -174,6 +175,8 @@ def nodes(connection: Connection, as_json: AsJson = False) -> None:
         print_json(message_json(snapshot))
         return
     _out.print(nodes_table(snapshot))
+    for line in model_lines(snapshot):
+        _out.print(line)
     if snapshot.registry_age_s > 10:
         _notes.print(
             f"the registry was last heard {snapshot.registry_age_s:.0f} s ago: this may be old", style="yellow"

@@ -147,20 +147,30 @@ def plan_words(plan: inference_pb2.Plan) -> str:
 
 
 def nodes_table(snapshot: admin_pb2.Snapshot) -> Table:
-    """One row a node."""
-    table = Table("node", "tier", "site", "state", "models", title=f"mesh, snapshot {snapshot.version}")
-    for name in ("run", "wait", "KV used", "prefill tok/s", "decode tok/s", "RTT ms", "age s"):
+    """One row a node: running + waiting requests, share of KV in use, speeds in tokens/s, age of these figures."""
+    # Fits 80 columns with the names of a local mesh; models are a line of their own, since most nodes share one.
+    table = Table("node", "tier", "site", "state", box=None, padding=(0, 1, 0, 0))
+    for name in ("load", "KV", "prefill", "decode", "RTT ms", "age s"):
         table.add_column(name, justify="right")
     for n in snapshot.nodes:
         state = "draining" if n.draining else n.state
         style = {"ready": "green", "disconnected": "red"}.get(state, "yellow")
+        used = f"{n.kv_used_tokens / n.kv_capacity_tokens:.0%}" if n.kv_capacity_tokens else "-"
         table.add_row(
-            n.node_id, n.tier, n.site, Text(state, style=style),
-            ", ".join(f"{m.id} ({m.weights_dtype})" for m in n.models), str(n.running), str(n.waiting),
-            f"{n.kv_used_tokens}/{n.kv_capacity_tokens}", _measured(n.prefill_tokens_per_s, 0),
-            _measured(n.decode_tokens_per_s, 1), _measured(n.rtt_s * 1000, 1), f"{n.age_s:.1f}",
+            n.node_id, n.tier, n.site, Text(state, style=style), f"{n.running}+{n.waiting}", used,
+            _measured(n.prefill_tokens_per_s, 0), _measured(n.decode_tokens_per_s, 1), _measured(n.rtt_s * 1000, 1),
+            f"{n.age_s:.1f}",
         )  # fmt: skip
     return table
+
+
+def model_lines(snapshot: admin_pb2.Snapshot) -> Iterable[str]:
+    """ "smollm2 (Q4_1): edge-paris, edge-osaka", by model and precision."""
+    nodes: dict[str, list[str]] = {}
+    for node in snapshot.nodes:
+        for model in node.models:
+            nodes.setdefault(f"{model.id} ({model.weights_dtype})", []).append(node.node_id)
+    return [f"{name}: {', '.join(ids)}" for name, ids in sorted(nodes.items())]
 
 
 def simple_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

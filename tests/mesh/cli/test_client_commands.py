@@ -168,8 +168,8 @@ def test_explain_shows_filters_scores_and_plan(app: typer.Typer, mesh: Mesh) -> 
 def test_models_and_nodes(app: typer.Typer, mesh: Mesh) -> None:
     assert "tiny" in _run(app, mesh, "models").stdout
     assert _json_lines(_run(app, mesh, "models", "--json"))[0][0]["max_context_tokens"] == 64
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["nodes", "--state", str(mesh.state)])
-    for part in ("core-0", "tiny (BF16)", "900", "disconnected", "snapshot 7"):
+    result = _run(app, mesh, "nodes")
+    for part in ("core-0", "tiny (BF16): core-0", "900", "disconnected", "0%"):
         assert part in result.stdout
     snapshot = _json_lines(_run(app, mesh, "nodes", "--json"))[0]
     assert (snapshot["version"], snapshot["nodes"][0]["kv_capacity_tokens"]) == (7, 10)
