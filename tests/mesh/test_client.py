@@ -207,11 +207,11 @@ async def test_the_sync_face(link: Link, entry: FakeEntry) -> None:
             events = list(mesh.generate("hi"))
             return [
                 "".join(e.text for e in events if isinstance(e, Tokens)), mesh.complete("hi").text,
-                mesh.tokenize("four"), mesh.models()[0].id, mesh.abort("n:1"), mesh.explain("hi").snapshot_age_s, mesh.snapshot().version,
-                mesh.migrate("n:1", tier="core").kv_tokens, mesh.put_policy("t", "x"), mesh.get_policy("t").version,
-                len(mesh.list_policies()), mesh.delete_policy("t"), mesh.validate_policy("ok"),
-                mesh.create_tenant("t"), mesh.issue_key("t").key_id, mesh.revoke_key("k1"),
-                mesh.list_tenants()[0].tenant,
+                mesh.tokenize("four"), mesh.models()[0].id, mesh.abort("n:1"), mesh.explain("hi").snapshot_age_s,
+                mesh.snapshot().version, mesh.migrate("n:1", tier="core").kv_tokens, mesh.put_policy("t", "x"),
+                mesh.get_policy("t").version, len(mesh.list_policies()), mesh.delete_policy("t"),
+                mesh.validate_policy("ok"), mesh.create_tenant("t"), mesh.issue_key("t").key_id,
+                mesh.revoke_key("k1"), mesh.list_tenants()[0].tenant,
             ]  # fmt: skip
 
     assert await asyncio.to_thread(talk) == [
