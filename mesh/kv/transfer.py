@@ -158,14 +158,15 @@ class Limits:
     """What a receiver takes.
 
     `max_tokens`: one after the last position that may come. `exact`: what is offered is all that comes (no
-    running source). `encoded_bytes(n_tokens)`: the exact size of a chunk. `prefix_hash(n_tokens)`: the name of
-    that prefix where the receiver knows the tokens, else None.
+    running source). `encoded_bytes(n_tokens)`: the size of a chunk; the largest, unless the codec is `fixed_size`.
+    `prefix_hash(n_tokens)`: the name of that prefix where the receiver knows the tokens, else None.
     """
 
     max_tokens: int
     exact: bool
     encoded_bytes: Callable[[int], int]
     prefix_hash: Callable[[int], bytes | None]
+    fixed_size: bool = True
 
 
 class Receiver(_Machine):
@@ -223,7 +224,11 @@ class Receiver(_Machine):
         room = self._announced_tokens if self._limits.exact else self._limits.max_tokens
         self._check(frame.stop <= room, f"KV up to {frame.stop} came where at most {room} tokens were announced")
         size = self._limits.encoded_bytes(n_tokens)
-        self._check(frame.size_bytes == size, f"a chunk of {n_tokens} tokens has {size} bytes, got {frame.size_bytes}")
+        least = size if self._limits.fixed_size else 1
+        self._check(
+            least <= frame.size_bytes <= size,
+            f"a chunk of {n_tokens} tokens has {least} to {size} bytes, got {frame.size_bytes}",
+        )
         self._check(len(frame.digest) == DIGEST_BYTES, "a chunk's digest has 32 bytes")
         self._check(len(frame.prefix_hash) == DIGEST_BYTES, "a chunk's prefix hash has 32 bytes")
         known = self._limits.prefix_hash(frame.stop)

@@ -155,6 +155,7 @@ class _Incoming:
                 exact=not order.source.pause,
                 encoded_bytes=self._encoded_bytes,
                 prefix_hash=self._known_prefix,
+                fixed_size=codec.fixed_size,
             )
         )
 

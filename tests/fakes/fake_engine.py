@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh.errors import AlreadyExists, Cancelled, InvalidRequest, NotFound, Overloaded
-from mesh.kv.codecs import convert, from_f32, to_f32
+from mesh.kv.elements import convert, from_f32, to_f32
 from mesh.kv.geometry import KvDtype, KvGeometry
 from mesh.kv.hashing import BLOCK_TOKENS, block_hashes
 from mesh.kv.slab import KvSlab

@@ -15,6 +15,7 @@ from mesh.kv.manifest import KvManifest, make_manifest
 from mesh.kv.transfer import Limits, Receiver, Sender, State
 from mesh.kv.transfer_frames import (
     Abort,
+    Chunk,
     ChunkVerified,
     Commit,
     Committed,
@@ -318,3 +319,19 @@ def test_an_abort_is_the_peers_error() -> None:
 def test_an_abort_carries_the_reason_word() -> None:
     abort = Abort.of(MeshError("x" * 2000))
     assert (abort.reason, len(abort.message)) == ("INTERNAL", 500)
+
+
+@pytest.mark.parametrize(("size", "taken"), [(0, False), (1, True), (PER_TOKEN, True), (PER_TOKEN + 1, False)])
+def test_chunks_of_a_codec_without_a_fixed_size_are_bounded(size: int, taken: bool) -> None:
+    limits = Limits(
+        max_tokens=10, exact=True, encoded_bytes=lambda n: n * PER_TOKEN, prefix_hash=lambda n: None, fixed_size=False
+    )
+    r = Receiver(limits)
+    r.receive(Offer(manifest(1)))
+    r.want(0)
+    frame = Chunk(index=0, start=0, stop=1, size_bytes=size, digest=digest_of(b""), prefix_hash=digest_of(b""))
+    if taken:
+        assert r.receive(frame) is None
+    else:
+        with pytest.raises(PayloadCorrupt):
+            r.receive(frame)
