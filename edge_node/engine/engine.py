@@ -18,7 +18,8 @@ from edge_node.engine.arena import SLOTS, slot_bytes_for
 from edge_node.engine.blob import BlobLayout
 from edge_node.engine.child import Child
 from edge_node.engine.convert import f16_rows
-from edge_node.engine.memory import MemoryNeed, available_bytes
+from edge_node.engine.machine import available_bytes
+from edge_node.engine.memory import MemoryNeed
 from edge_node.engine.messages import (
     CachedTokens,
     CheckIntegrity,

@@ -1,10 +1,8 @@
-"""Will the model fit? Counted before llama.cpp is started, since a box that swaps or kills is worse than an error."""
+"""Will the model fit? Counted before llama.cpp is started, since a box that swaps or kills is worse than an error. Pure."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from mesh.errors import Overloaded
 
@@ -42,25 +40,3 @@ class MemoryNeed:
                 need_bytes=str(self.total_bytes),
                 available_bytes=str(available_bytes),
             )
-
-
-def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process may still take: the machine's, or its control group's if that is less."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
-    free = int(found[1]) * 1024 if found else 0
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        if line.startswith("0::"):  # version 2, one hierarchy
-            group = cgroup / line[3:].lstrip("/")
-            for folder in (group, *group.parents):
-                if folder == cgroup.parent:
-                    break
-                free = min(free, _left_in(folder, free))
-    return free
-
-
-def _left_in(folder: Path, free: int) -> int:
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        return free if limit == "max" else int(limit) - int((folder / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free  # no limit is set at this level

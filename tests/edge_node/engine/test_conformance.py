@@ -26,7 +26,9 @@ class TestExactEdgeEngine(EngineConformance):
 
     @pytest.fixture
     async def engine(self) -> AsyncIterator[Engine]:
-        async with started(EdgeEngine(edge_settings(max_step_tokens=EXACT_STEP_TOKENS))) as engine:
+        async with started(
+            EdgeEngine(edge_settings(max_step_tokens=EXACT_STEP_TOKENS, max_context_tokens=256))
+        ) as engine:
             yield engine
 
     @pytest.fixture
@@ -42,5 +44,5 @@ class TestFastEdgeEngine(KvConformance):
 
     @pytest.fixture
     async def engine(self) -> AsyncIterator[Engine]:
-        async with started(EdgeEngine(edge_settings(max_step_tokens=256))) as engine:
+        async with started(EdgeEngine(edge_settings(max_step_tokens=256, max_context_tokens=256))) as engine:
             yield engine
