@@ -93,6 +93,8 @@ def set_up(*, dev: bool, show: Show) -> None:
         run([*pip, "--no-deps", own["demo-model"]], LOG)
     with show.step("kvmesh itself"):
         run([*pip, "--no-deps", "--no-build-isolation", "-e", ROOT], LOG)
+    if subprocess.run([str(VENV / "bin" / "kvmesh"), "doctor", "--state", str(ROOT / ".kvmesh")]).returncode:
+        raise SetupFailed("everything is installed, but kvmesh doctor found something that will not work; see above")
     STAMP.write_text(json.dumps(wanted))
 
 
