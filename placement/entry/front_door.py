@@ -181,7 +181,7 @@ class FrontDoor:
     def abort(self, principal: Principal, request_id: str) -> bool:
         """End a request; False if it had ended. Raises NotFound, for other tenants' requests too."""
         self._log.get(request_id, _scope(principal))
-        live = self._live.get(request_id)
+        live = self._running(request_id)
         if live is None:
             return False
         live.driver.cancel()
@@ -193,7 +193,7 @@ class FrontDoor:
         `principal` None: the mesh itself asks. Raises NotFound, StalePlan (it ended or is moving), and what
         Decisions.target_of_move raises."""
         self._log.get(request.request_id, None if principal is None else _scope(principal))
-        live = self._live.get(request.request_id)
+        live = self._running(request.request_id)
         if live is None:
             raise NotFound(f"request {request.request_id!r} has ended", field="request_id")
         target = self._decisions.target_of_move(live.accepted, live.driver.node_id, request)
@@ -205,6 +205,10 @@ class FrontDoor:
             kv_tokens=moved.kv_tokens,
             pause_s=moved.pause_s,
         )
+
+    def _running(self, request_id: str) -> LiveRequest | None:
+        live = self._live.get(request_id)
+        return None if live is None or live.stream.ended else live
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, wait for what runs, then end the rest."""
