@@ -1,4 +1,4 @@
-"""Will the model fit? Counted before llama.cpp is started, since a box that swaps or kills is worse than an error. Pure."""
+"""Will the model fit? Counted before llama.cpp is started: a box that swaps or kills is worse than an error. Pure."""
 
 from __future__ import annotations
 

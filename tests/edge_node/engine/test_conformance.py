@@ -20,7 +20,7 @@ pytestmark = pytest.mark.model
 
 
 class TestExactEdgeEngine(EngineConformance):
-    """Batches of at most 63 tokens: the same bits whatever else is computed, cached or preempted."""
+    """Batches of at most 63 tokens and cells that lie in order: the same bits whatever else is computed or cached."""
 
     recompute_is_exact: ClassVar[bool] = True
 
