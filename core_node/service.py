@@ -19,11 +19,13 @@ from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
 from mesh.identity.signing import NodeIdentity
 from mesh.model.description import model_digest
+from mesh.node.grpc_port_transfer import grpc_dial
 from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
 from mesh.node.servicer import NodeServicer
 from mesh.process import announce_ready, prepare_state_folder, stop_signal
 from mesh.registry.open import RemoteSettings
+from mesh.rpc.channel import node_channel
 from mesh.rpc.peer import peer_place
 from mesh.rpc.server import health_server, node_server
 from mesh.settings import CoreSettings
@@ -69,7 +71,11 @@ async def serve(settings: CoreSettings) -> None:
         guard = BookGuard(lambda: policies.book)
         host = NodeHost(engine, NodeIdentity(place, credentials), guard, place)
         stack.push_async_callback(host.close)
-        servicer = NodeServicer(host, lambda context: peer_place(context, mesh=place.mesh))
+        servicer = NodeServicer(
+            host,
+            lambda context: peer_place(context, mesh=place.mesh),
+            grpc_dial(lambda peer: node_channel(peer.address, credentials, peer.place)),
+        )
         node_pb2_grpc.add_NodeServicer_to_server(servicer, node.server)
         for listener in (node, health):
             await listener.server.start()

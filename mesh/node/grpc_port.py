@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator
 
 import grpc.aio
 
-from mesh.errors import MeshError, NodeUnreachable, NotImplementedHere
+from mesh.errors import MeshError, NodeUnreachable
 from mesh.identity.place import Place
 from mesh.node.engine import RunId
 from mesh.node.port import KvOrder, KvReport, Peer, PortEvent, PortFinished, PortHeld, RunOrder
 from mesh.node.wire import event_from_wire, order_to_wire
+from mesh.node.wire_kv import kv_order_to_wire, report_from_wire
 from mesh.rpc.errors import translate_rpc_errors
 from mesh.telemetry.log import get_logger
 from mesh.v1 import node_pb2, node_pb2_grpc
@@ -50,10 +51,12 @@ class GrpcPort:
             call.cancel()
 
     async def move_kv(self, order: KvOrder) -> KvReport:
-        """Nodes with a listener are dialled, they do not dial: the other side of the move has to be asked."""
-        raise NotImplementedHere(
-            f"node {self._peer.place.node_id} does not dial; order the move at {order.peer.place.node_id}"
-        )
+        """See NodePort.move_kv: the node is ordered to dial the peer. Cancelling the call cancels the move there."""
+        opening, address, place = kv_order_to_wire(order)
+        request = node_pb2.MoveKvRequest(open=opening, peer_address=address, peer_place=place)
+        with translate_rpc_errors(self._peer.place.node_id):
+            response = await self._stub.MoveKv(request)
+        return report_from_wire(response.report)
 
     async def release(self, run_id: RunId) -> None:
         """See NodePort.release. A node that does not answer frees what is left there by itself, later."""

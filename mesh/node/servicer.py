@@ -12,15 +12,15 @@ from contextlib import aclosing
 
 import grpc.aio
 
-from mesh.errors import InvalidRequest, NodeUnreachable, PolicyDenied
+from mesh.errors import InvalidRequest, NodeUnreachable, NotImplementedHere, PolicyDenied
 from mesh.identity.place import Place, Role
 from mesh.node import wire_bounds as bounds
 from mesh.node.engine import RunId
 from mesh.node.host import NodeHost
-from mesh.node.host_frames import HostFrame, KvOpen
+from mesh.node.host_frames import Dial, HostFrame, KvOpen
 from mesh.node.port import WorkContext
 from mesh.node.wire import event_to_wire, load_to_wire, order_from_wire, place_to_wire
-from mesh.node.wire_kv import frame_from_wire, frame_to_wire
+from mesh.node.wire_kv import frame_from_wire, frame_to_wire, kv_order_from_wire, report_to_wire
 from mesh.v1 import node_pb2, node_pb2_grpc
 
 MAX_PROBE_BYTES = 1 << 20
@@ -41,12 +41,25 @@ def check_entry_site(caller: Place, context: WorkContext) -> None:
         )
 
 
-class NodeServicer(node_pb2_grpc.NodeServicer):
-    """See the module's docstring. `peer_place` raises Unauthenticated where there is no certificate of a node."""
+def check_mover(caller: Place, context: WorkContext) -> None:
+    """Raise PolicyDenied unless the caller may order moves of this request's KV: placement may, and an edge or core
+    node for what entered the mesh at its own site."""
+    if caller.role is not Role.PLACEMENT and context.entry_site != caller.site:
+        raise PolicyDenied(
+            f"{caller.node_id} is not the entry of this request; its entry and placement may move it",
+            rule="mover",
+            node=caller.node_id,
+        )
 
-    def __init__(self, host: NodeHost, peer_place: PeerPlace) -> None:
+
+class NodeServicer(node_pb2_grpc.NodeServicer):
+    """See the module's docstring. `peer_place` raises Unauthenticated where there is no certificate of a node.
+    `dial` is how this node reaches others when it is ordered to move KV; without it such orders are refused."""
+
+    def __init__(self, host: NodeHost, peer_place: PeerPlace, dial: Dial | None = None) -> None:
         self._host = host
         self._peer_place = peer_place
+        self._dial = dial
 
     async def Run(
         self, request: node_pb2.RunRequest, context: grpc.aio.ServicerContext
@@ -73,6 +86,17 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if not isinstance(opening, KvOpen):
             raise InvalidRequest("a KV transfer starts with an open frame", field="frame")
         await self._host.serve_transfer(opening, stream)
+
+    async def MoveKv(
+        self, request: node_pb2.MoveKvRequest, context: grpc.aio.ServicerContext
+    ) -> node_pb2.MoveKvResponse:
+        caller = self._caller(context)
+        order = kv_order_from_wire(request.open, request.peer_address, request.peer_place)
+        check_mover(caller, order.context)
+        if self._dial is None:
+            raise NotImplementedHere(f"node {self._host.place.node_id} does not dial; order the move at its peer")
+        report = await self._host.move_kv(order, self._dial)
+        return node_pb2.MoveKvResponse(report=report_to_wire(report))
 
     async def GetInfo(
         self, request: node_pb2.GetInfoRequest, context: grpc.aio.ServicerContext

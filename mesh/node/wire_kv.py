@@ -23,7 +23,7 @@ from mesh.node.wire import (
     place_from_wire,
     place_to_wire,
 )
-from mesh.v1 import common_pb2, node_pb2, uplink_pb2
+from mesh.v1 import common_pb2, node_pb2
 
 _DIRECTIONS = {
     KvDirection.PUSH: node_pb2.KV_DIRECTION_PUSH,
@@ -213,9 +213,9 @@ def kv_order_from_wire(opening: node_pb2.KvOpen, address: str, place: common_pb2
     )
 
 
-def report_to_wire(report: KvReport) -> uplink_pb2.KvReport:
+def report_to_wire(report: KvReport) -> node_pb2.KvReport:
     """Dataclass to protobuf."""
-    return uplink_pb2.KvReport(
+    return node_pb2.KvReport(
         transfer_id=report.transfer_id,
         tokens=report.tokens,
         skipped_tokens=report.skipped_tokens,
@@ -227,7 +227,7 @@ def report_to_wire(report: KvReport) -> uplink_pb2.KvReport:
     )
 
 
-def report_from_wire(message: uplink_pb2.KvReport) -> KvReport:
+def report_from_wire(message: node_pb2.KvReport) -> KvReport:
     """Protobuf to dataclass."""
     return KvReport(
         transfer_id=bounds.name("transfer_id", message.transfer_id),

@@ -275,6 +275,42 @@ class KvAbort(_message.Message):
     message: str
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
+class MoveKvRequest(_message.Message):
+    __slots__ = ("open", "peer_address", "peer_place")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PEER_PLACE_FIELD_NUMBER: _ClassVar[int]
+    open: KvOpen
+    peer_address: str
+    peer_place: _common_pb2.Place
+    def __init__(self, open: _Optional[_Union[KvOpen, _Mapping]] = ..., peer_address: _Optional[str] = ..., peer_place: _Optional[_Union[_common_pb2.Place, _Mapping]] = ...) -> None: ...
+
+class MoveKvResponse(_message.Message):
+    __slots__ = ("report",)
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    report: KvReport
+    def __init__(self, report: _Optional[_Union[KvReport, _Mapping]] = ...) -> None: ...
+
+class KvReport(_message.Message):
+    __slots__ = ("transfer_id", "tokens", "skipped_tokens", "wire_bytes", "codec", "duration_s", "first_chunk_s", "leg")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_S_FIELD_NUMBER: _ClassVar[int]
+    LEG_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    tokens: int
+    skipped_tokens: int
+    wire_bytes: int
+    codec: str
+    duration_s: float
+    first_chunk_s: float
+    leg: _common_pb2.SignedRecord
+    def __init__(self, transfer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., skipped_tokens: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., duration_s: _Optional[float] = ..., first_chunk_s: _Optional[float] = ..., leg: _Optional[_Union[_common_pb2.SignedRecord, _Mapping]] = ...) -> None: ...
+
 class GetInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -50,6 +50,11 @@ class NodeStub:
                 request_serializer=mesh_dot_v1_dot_node__pb2.TransferKvRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_node__pb2.TransferKvResponse.FromString,
                 _registered_method=True)
+        self.MoveKv = channel.unary_unary(
+                '/mesh.v1.Node/MoveKv',
+                request_serializer=mesh_dot_v1_dot_node__pb2.MoveKvRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_node__pb2.MoveKvResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/mesh.v1.Node/GetInfo',
                 request_serializer=mesh_dot_v1_dot_node__pb2.GetInfoRequest.SerializeToString,
@@ -87,6 +92,14 @@ class NodeServicer:
 
     def TransferKv(self, request_iterator, context):
         """Move KV; the first frame says which way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveKv(self, request, context):
+        """Order this node to move KV as the dialling side. Placement may order any move; an edge or core node only moves of
+        requests that entered the mesh at its own site.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,6 +143,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.TransferKv,
                     request_deserializer=mesh_dot_v1_dot_node__pb2.TransferKvRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_node__pb2.TransferKvResponse.SerializeToString,
+            ),
+            'MoveKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveKv,
+                    request_deserializer=mesh_dot_v1_dot_node__pb2.MoveKvRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_node__pb2.MoveKvResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -229,6 +247,33 @@ class Node:
             '/mesh.v1.Node/TransferKv',
             mesh_dot_v1_dot_node__pb2.TransferKvRequest.SerializeToString,
             mesh_dot_v1_dot_node__pb2.TransferKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mesh.v1.Node/MoveKv',
+            mesh_dot_v1_dot_node__pb2.MoveKvRequest.SerializeToString,
+            mesh_dot_v1_dot_node__pb2.MoveKvResponse.FromString,
             options,
             channel_credentials,
             insecure,

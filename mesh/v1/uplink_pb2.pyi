@@ -130,28 +130,8 @@ class WorkResult(_message.Message):
     work_id: int
     error_reason: str
     error_message: str
-    kv_report: KvReport
-    def __init__(self, work_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., kv_report: _Optional[_Union[KvReport, _Mapping]] = ...) -> None: ...
-
-class KvReport(_message.Message):
-    __slots__ = ("transfer_id", "tokens", "skipped_tokens", "wire_bytes", "codec", "duration_s", "first_chunk_s", "leg")
-    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SKIPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
-    DURATION_S_FIELD_NUMBER: _ClassVar[int]
-    FIRST_CHUNK_S_FIELD_NUMBER: _ClassVar[int]
-    LEG_FIELD_NUMBER: _ClassVar[int]
-    transfer_id: str
-    tokens: int
-    skipped_tokens: int
-    wire_bytes: int
-    codec: str
-    duration_s: float
-    first_chunk_s: float
-    leg: _common_pb2.SignedRecord
-    def __init__(self, transfer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., skipped_tokens: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., duration_s: _Optional[float] = ..., first_chunk_s: _Optional[float] = ..., leg: _Optional[_Union[_common_pb2.SignedRecord, _Mapping]] = ...) -> None: ...
+    kv_report: _node_pb2.KvReport
+    def __init__(self, work_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., kv_report: _Optional[_Union[_node_pb2.KvReport, _Mapping]] = ...) -> None: ...
 
 class SiteConfig(_message.Message):
     __slots__ = ("version", "policies", "keys", "salts")

@@ -15,7 +15,6 @@ from mesh.errors import (
     MeshError,
     NodeUnreachable,
     NotFound,
-    NotImplementedHere,
     PolicyDenied,
     UnknownModel,
 )
@@ -150,12 +149,6 @@ async def test_a_node_that_is_gone_is_unreachable(over_grpc: GrpcPair) -> None:
     await over_grpc.core_port.release(RunId("r"))  # best effort
     with pytest.raises(NodeUnreachable):
         await move(over_grpc, PULL, prompt(4), KvSource(run_id=RunId("h")))
-
-
-async def test_a_listening_node_does_not_dial(over_grpc: GrpcPair) -> None:
-    order = kv_order(EDGE, direction=PUSH, token_ids=prompt(4), source=KvSource(run_id=RunId("h")))
-    with pytest.raises(NotImplementedHere):
-        await over_grpc.core_port.move_kv(order)
 
 
 async def test_info_and_probe(over_grpc: GrpcPair) -> None:

@@ -34,7 +34,7 @@ from mesh.node.port import (
 )
 from mesh.node.sampling import SamplingParams
 from mesh.node.wire_bounds import MAX_NAME_CHARS, MAX_TOKENS
-from mesh.v1 import common_pb2, node_pb2, uplink_pb2
+from mesh.v1 import common_pb2, node_pb2
 from tests.fakes.fake_node import CORE, context_of, greedy, kv_order, prompt, run_order
 
 relaxed = settings(max_examples=60, deadline=None)
@@ -343,7 +343,7 @@ def test_speeds_and_times_that_cannot_be(value: float) -> None:
     with pytest.raises(InvalidRequest):
         wire.load_from_wire(node_pb2.NodeLoad(prefill_tokens_per_s=value))
     with pytest.raises(InvalidRequest):
-        wire_kv.report_from_wire(uplink_pb2.KvReport(transfer_id="t", codec="f16", duration_s=value))
+        wire_kv.report_from_wire(node_pb2.KvReport(transfer_id="t", codec="f16", duration_s=value))
 
 
 @pytest.mark.parametrize("field", ["role", "tier", "site", "node_id"])
