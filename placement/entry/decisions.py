@@ -21,8 +21,8 @@ from placement.decide.decide import decide
 from placement.decide.explain import explain_nodes
 from placement.decide.settings import DEFAULTS, DecideSettings
 from placement.decide.types import PlacementRequest, Plan, PlanShape, Refusal, Wish
-from placement.entry.driver import Work
 from placement.entry.intake import Accepted, ServedModel, accept
+from placement.entry.orders import Work
 from placement.entry.receipt import Signer
 from placement.entry.refusal import REFUSALS, refusal_error
 from placement.entry.wire import decision_to_wire

@@ -11,29 +11,22 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
-from mesh.errors import Internal, MeshError, NodeUnreachable, NotImplementedHere, StalePlan
-from mesh.identity.place import Tier
+from mesh.errors import Internal, MeshError, NodeUnreachable, StalePlan
 from mesh.node.engine import RunId
 from mesh.node.port import (
-    KvDirection,
     KvOrder,
     KvSource,
     NodePort,
     Peer,
-    PortEvent,
-    PortFinished,
-    PortHeld,
-    PortPrefilled,
-    PortTokens,
     RunOrder,
     WorkContext,
 )
-from mesh.node.sampling import SamplingParams
 from mesh.telemetry.log import get_logger
 from placement.entry import runner_types as rt
+from placement.entry.orders import Work, choose_dialler, run_event
 from placement.entry.runner import PlanRunner
 from placement.entry.world import World
 
@@ -43,16 +36,6 @@ _STOP_TIMEOUT_S = 5.0  # for a cancelled child task to end; only an engine that 
 _STALE_PATIENCE_S = 3.0  # a node that has not heard of a policy yet, or of its end, hears of it within this
 _STALE_PAUSE_S = 0.1
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What every order of one request has in common."""
-
-    context: WorkContext
-    prompt_tokens: int
-    sampling: SamplingParams
-    priority: int
 
 
 class RequestDriver:
@@ -210,6 +193,11 @@ class RequestDriver:
                 raise Internal(f"node {effect.node_id} ended a run without an outcome", node=effect.node_id)
         except MeshError as error:
             self._events.put_nowait(rt.RunFailed(run_id=run_id, error=error))
+        except asyncio.CancelledError:
+            if _being_cancelled():
+                raise
+            closed = NodeUnreachable(f"the link to node {effect.node_id} was closed", node=effect.node_id)
+            self._events.put_nowait(rt.RunFailed(run_id=run_id, error=closed))
         except Exception as error:
             log.exception("run_failed", node=effect.node_id)
             wrapped = Internal(f"running at {effect.node_id} failed: {type(error).__name__}", node=effect.node_id)
@@ -221,7 +209,7 @@ class RequestDriver:
         try:
             async with aclosing(port.run(self._order(effect.run_id, effect.token_ids, kv_from=effect.kv_from))) as run:
                 async for event in run:
-                    last = _event(effect.run_id, event)
+                    last = run_event(effect.run_id, event)
                     self._events.put_nowait(last)
         except StalePlan as error:
             if last is not None:
@@ -266,6 +254,11 @@ class RequestDriver:
             self._events.put_nowait(rt.KvMoved(transfer_id=effect.transfer_id, report=report))
         except MeshError as error:
             self._events.put_nowait(rt.KvFailed(transfer_id=effect.transfer_id, error=error))
+        except asyncio.CancelledError:
+            if _being_cancelled():
+                raise
+            closed = NodeUnreachable(f"the link between {effect.source_node_id} and {effect.target_node_id} was closed")
+            self._events.put_nowait(rt.KvFailed(transfer_id=effect.transfer_id, error=closed))
         except Exception as error:
             log.exception("move_kv_failed", source=effect.source_node_id, target=effect.target_node_id)
             wrapped = Internal(f"moving KV failed: {type(error).__name__}")
@@ -305,6 +298,13 @@ class RequestDriver:
             log.exception("late_event_failed")
 
 
+def _being_cancelled() -> bool:
+    """Whether a CancelledError is meant for the current task. grpc.aio raises the same class in a call whose channel
+    was closed, and a run that ended so without a word would never end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def _to_the_end(work: Coroutine[None, None, None]) -> None:
     """Run it to its end even if the caller is cancelled meanwhile, which is then raised."""
     task, cancelled = asyncio.create_task(work), False
@@ -316,25 +316,3 @@ async def _to_the_end(work: Coroutine[None, None, None]) -> None:
     task.result()
     if cancelled:
         raise asyncio.CancelledError
-
-
-def choose_dialler(source: NodePort, target: NodePort) -> tuple[NodePort, NodePort, KvDirection]:
-    """(who dials, whom, which way the KV flows from the dialler's view). An edge always dials; between core nodes
-    the target pulls. Raises NotImplementedHere for edge to edge."""
-    if source.place.tier is Tier.EDGE and target.place.tier is Tier.EDGE:
-        raise NotImplementedHere("moving KV between two edge sites is not implemented: move to the core first")
-    if source.place.tier is Tier.EDGE:
-        return source, target, KvDirection.PUSH
-    return target, source, KvDirection.PULL
-
-
-def _event(run_id: RunId, event: PortEvent) -> rt.Event:
-    match event:
-        case PortTokens():
-            return rt.RunTokens(run_id=run_id, ids=event.ids, logprobs=event.logprobs)
-        case PortPrefilled():
-            return rt.RunPrefilled(run_id=run_id, tokens=event.tokens, cached_tokens=event.cached_tokens)
-        case PortFinished():
-            return rt.RunFinished(run_id=run_id, reason=event.reason, stop_string=event.stop_string, leg=event.leg)
-        case PortHeld():
-            return rt.RunHeld(run_id=run_id, kv_tokens=event.kv_tokens, leg=event.leg)

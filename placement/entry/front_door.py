@@ -21,9 +21,9 @@ from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import inference_pb2 as pb
 from placement.decide.types import Plan
 from placement.entry.decisions import Decisions, FrontDoorDeps
-from placement.entry.driver import Work
 from placement.entry.intake import Accepted, ServedModel, encode_prompt, pick_model
 from placement.entry.live_request import LiveRequest
+from placement.entry.orders import Work
 from placement.entry.request_log import RequestLog, RequestStream
 from placement.entry.runner_types import MoveCause
 

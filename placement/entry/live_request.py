@@ -19,8 +19,9 @@ from mesh.telemetry.metrics import MoveCause as MoveLabel
 from mesh.v1 import inference_pb2 as pb
 from placement.decide.types import Plan
 from placement.entry import runner_types as rt
-from placement.entry.driver import RequestDriver, Work
+from placement.entry.driver import RequestDriver
 from placement.entry.intake import Accepted
+from placement.entry.orders import Work
 from placement.entry.receipt import ReceiptDraft, Signer
 from placement.entry.request_log import RequestStream, TokenPiece
 from placement.entry.runner import PlanRunner

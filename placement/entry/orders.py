@@ -1,0 +1,54 @@
+"""What the orders of a request have in common, who carries out a transfer, and what comes back. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mesh.errors import NotImplementedHere
+from mesh.identity.place import Tier
+from mesh.node.engine import RunId
+from mesh.node.port import (
+    KvDirection,
+    NodePort,
+    PortEvent,
+    PortFinished,
+    PortHeld,
+    PortPrefilled,
+    PortTokens,
+    WorkContext,
+)
+from mesh.node.sampling import SamplingParams
+from placement.entry import runner_types as rt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What every order of one request has in common."""
+
+    context: WorkContext
+    prompt_tokens: int
+    sampling: SamplingParams
+    priority: int
+
+
+def choose_dialler(source: NodePort, target: NodePort) -> tuple[NodePort, NodePort, KvDirection]:
+    """(who dials, whom, which way the KV flows from the dialler's view). An edge always dials; between core nodes
+    the target pulls. Raises NotImplementedHere for edge to edge."""
+    if source.place.tier is Tier.EDGE and target.place.tier is Tier.EDGE:
+        raise NotImplementedHere("moving KV between two edge sites is not implemented: move to the core first")
+    if source.place.tier is Tier.EDGE:
+        return source, target, KvDirection.PUSH
+    return target, source, KvDirection.PULL
+
+
+def run_event(run_id: RunId, event: PortEvent) -> rt.Event:
+    """What a node told of a run, for the runner."""
+    match event:
+        case PortTokens():
+            return rt.RunTokens(run_id=run_id, ids=event.ids, logprobs=event.logprobs)
+        case PortPrefilled():
+            return rt.RunPrefilled(run_id=run_id, tokens=event.tokens, cached_tokens=event.cached_tokens)
+        case PortFinished():
+            return rt.RunFinished(run_id=run_id, reason=event.reason, stop_string=event.stop_string, leg=event.leg)
+        case PortHeld():
+            return rt.RunHeld(run_id=run_id, kv_tokens=event.kv_tokens, leg=event.leg)
