@@ -27,7 +27,7 @@ def add_settings_command(
         _parameter("config", Path | None, typer.Option(None, "--config", metavar="FILE", help="YAML file of settings."))
     ]
     for parameter, leaf in keys.items():
-        shown = f"{leaf.help} [default: {leaf.default}]" if leaf.default else leaf.help
+        shown = f"{leaf.help} (default: {leaf.default})" if leaf.default else leaf.help
         option = typer.Option(None, f"--{leaf.key}", metavar="VALUE", help=shown, show_default=False)
         parameters.append(_parameter(parameter, str | None, option))
     # Typer reads a command's options from its signature.

@@ -23,7 +23,7 @@ from mesh.client import MeshClient
 from mesh.configfile import to_yaml
 from mesh.errors import InvalidRequest, MeshError, NodeUnreachable, UnknownNode
 from mesh.identity.ca import CertificateAuthority
-from mesh.identity.files import make_private_folder, write_private
+from mesh.identity.files import make_private_folder, write_error, write_private
 from mesh.identity.place import Place, Role
 from mesh.local.layout import MESH, PLACEMENT_ID, LocalPlan
 from mesh.local.process import NodeProcess
@@ -195,7 +195,11 @@ class LocalMesh:
 
     def _lock_folder(self) -> None:
         """One mesh per folder; the lock goes with the process."""
-        handle = os.open(self.plan.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = self.plan.folder / ".lock"
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise write_error(path, exc) from exc
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:

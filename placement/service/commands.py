@@ -8,11 +8,14 @@ import typer
 
 from mesh.cli.settings_command import add_settings_command
 from mesh.settings import PlacementSettings
-from placement.service.process import serve
 
 
 def register(app: typer.Typer) -> None:
     """Entry point of `kvmesh.commands`."""
-    add_settings_command(
-        app, "placement", PlacementSettings, lambda s: asyncio.run(serve(s)), "Run the placement service."
-    )
+    add_settings_command(app, "placement", PlacementSettings, _run, "Run the placement service.")
+
+
+def _run(settings: PlacementSettings) -> None:
+    from placement.service.process import serve  # not before it is run: `kvmesh --help` must not load an engine
+
+    asyncio.run(serve(settings))

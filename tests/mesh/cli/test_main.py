@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +133,14 @@ def test_this_installation_declares_its_commands() -> None:
     entry_points = Distribution.from_name("kvmesh").entry_points
     names = {e.name for e in entry_points if e.group == "kvmesh.commands"}
     assert {"client", "bench", "doctor", "up", "demo", "placement", "core", "edge"} <= names
+
+
+def test_help_loads_no_engine() -> None:
+    code = (
+        "import sys; from mesh.cli.main import build_app; build_app(); print({'torch', 'llama_cpp'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def settings_app(seen: list[EdgeSettings]) -> Entry:
