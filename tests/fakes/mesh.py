@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -310,6 +310,12 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - any condition
             await asyncio.sleep(0.001)
+
+
+async def until_true(ask_again: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await ask_again():
+            await asyncio.sleep(0.002)
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,53 @@
+"""A node's registration and back; what is not of this mesh is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mesh.errors import InvalidRequest
+from mesh.registry.checks import check_registration
+from mesh.registry.types import Registration
+from placement.service.registrations import from_registration, to_registration
+from tests.fakes.mesh import place_of
+from tests.placement.entry.test_mesh_view import MODEL
+
+CORE = place_of("core-1")
+GOOD = to_registration(CORE, "10.0.0.1:7", (MODEL, replace(MODEL, model_id="b")), ttl_s=5.0, health_address="h:1")
+
+
+def test_there_and_back() -> None:
+    check_registration(GOOD)
+    assert from_registration(GOOD, mesh="toy") == (CORE, (MODEL, replace(MODEL, model_id="b")))
+    assert (GOOD.node_id, GOOD.address, GOOD.ttl_s, GOOD.health_address) == ("core-1", "10.0.0.1:7", 5.0, "h:1")
+    assert from_registration(to_registration(CORE, "", (), ttl_s=1.0), mesh="toy") == (CORE, ())
+
+
+def test_eight_models_fit_and_nine_are_refused() -> None:
+    models = [replace(MODEL, model_id=str(n)) for n in range(9)]
+    check_registration(to_registration(CORE, "a:1", models[:8], ttl_s=1.0))
+    with pytest.raises(InvalidRequest):
+        check_registration(to_registration(CORE, "a:1", models, ttl_s=1.0))
+
+
+def changed(**meta: str | None) -> Registration:
+    merged = {**GOOD.meta, **meta}
+    return replace(GOOD, meta={k: v for k, v in merged.items() if v is not None})
+
+
+@pytest.mark.parametrize(
+    "registration",
+    [
+        changed(place=None),
+        changed(place="spiffe://nonsense"),
+        changed(place=CORE.uri.replace("tier/core", "tier/moon")),
+        changed(place=replace(CORE, mesh="other").uri),
+        changed(place=place_of("core-2").uri),
+        changed(**{"model-0-max_context_tokens": "many"}),
+        changed(**{"model-1-kv_bytes_per_token": None}),
+    ],
+)
+def test_what_cannot_be_read_is_refused(registration: Registration) -> None:
+    with pytest.raises(InvalidRequest):
+        from_registration(registration, mesh="toy")
