@@ -17,6 +17,8 @@ from mesh.kv.hashing import BLOCK_TOKENS
 from mesh.node.engine import EngineInfo
 
 MANIFEST_FORMAT = 1
+CANONICAL = "canonical"
+"""In an order: the codec is settled by the two ends, see chosen_codec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +109,26 @@ def check_compatible(
         raise _refusal("expires_unix_s", "it has expired")
 
 
+def check_receiver(info: EngineInfo, *, codec: str, layout_hash: str, weights_lineage: str, dtype: KvDtype) -> None:
+    """Raise KvIncompatible, naming the first field that differs, unless what a receiver says of its engine fits KV
+    of the engine of `info` in this codec. The sender's half of the comparison, before it computes or sends any."""
+    _equal("layout_hash", layout_hash, info.geometry.layout_hash)
+    _equal("weights_lineage", weights_lineage, info.weights_lineage)
+    if codec == "raw":
+        _equal("dtype", dtype.value, info.kv_dtype.value)
+
+
+def chosen_codec(ordered: str, here: KvDtype, there: KvDtype) -> str:
+    """The codec that an order means between two pools: `canonical` is the pools' own elements where they are alike
+    (lossless), else f16. Both ends work it out and must agree."""
+    if ordered != CANONICAL:
+        return ordered
+    return "raw" if here is there else "f16"
+
+
 def _equal(field: str, theirs: object, ours: object) -> None:
     if theirs != ours:
-        raise _refusal(field, f"the manifest says {theirs!r}, here it is {ours!r}")
+        raise _refusal(field, f"there it is {theirs!r}, here it is {ours!r}")
 
 
 def _refusal(field: str, why: str) -> KvIncompatible:

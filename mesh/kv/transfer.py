@@ -38,7 +38,7 @@ class State(Enum):
     """Where a transfer is, the same on both sides. `IN_CHUNK`: announced bytes are still missing."""
 
     START = "start"
-    OFFERED = "offered"
+    WANTED = "wanted"
     BETWEEN_CHUNKS = "between_chunks"
     IN_CHUNK = "in_chunk"
     COMMITTED = "committed"
@@ -48,8 +48,8 @@ class State(Enum):
 
 # What may happen when. The last piece of a chunk leads back to BETWEEN_CHUNKS; which one that is, is counted.
 _TRANSITIONS: Mapping[tuple[State, type[Frame]], State] = {
-    (State.START, Offer): State.OFFERED,
-    (State.OFFERED, Want): State.BETWEEN_CHUNKS,
+    (State.START, Want): State.WANTED,
+    (State.WANTED, Offer): State.BETWEEN_CHUNKS,
     (State.BETWEEN_CHUNKS, Chunk): State.IN_CHUNK,
     (State.IN_CHUNK, Piece): State.IN_CHUNK,
     (State.BETWEEN_CHUNKS, Commit): State.COMMITTED,
@@ -88,20 +88,27 @@ class _Machine:
 
 
 class Sender(_Machine):
-    """The side that has the KV. Owner: offer, receive(Want), (chunk)*, commit, receive(Done)."""
+    """The side that has the KV. Owner: receive(Want), offer, (chunk)*, commit, receive(Done)."""
 
-    def __init__(self, manifest: KvManifest, *, max_tokens: int) -> None:
+    def __init__(self, *, max_tokens: int) -> None:
         super().__init__()
-        self._manifest = manifest
         self._max_tokens = max_tokens
+        self._wanted: Want | None = None
         self._chunk_digests = hashlib.sha256()
         self._n_chunks = 0
         self.position = 0  # the next to ship; after Want the receiver's
         self.first_wanted = 0
         self.wire_bytes = 0
 
-    def offer(self) -> Offer:
-        frame = Offer(self._manifest)
+    @property
+    def wanted(self) -> Want:
+        """What the receiver said of itself; from State.WANTED on."""
+        assert self._wanted is not None
+        return self._wanted
+
+    def offer(self, manifest: KvManifest) -> Offer:
+        """Answer a Want that was compared."""
+        frame = Offer(manifest)
         self._step(frame)
         return frame
 
@@ -116,6 +123,7 @@ class Sender(_Machine):
                 0 <= frame.from_position <= self._max_tokens,
                 f"the receiver wants position {frame.from_position} of at most {self._max_tokens}",
             )
+            self._wanted = frame
             self.position = self.first_wanted = frame.from_position
         elif isinstance(frame, Done):
             self._check(
@@ -170,7 +178,7 @@ class Limits:
 
 
 class Receiver(_Machine):
-    """The side that wants the KV. Owner: receive(Offer), want, (receive(Chunk), receive(Piece)*)*,
+    """The side that wants the KV. Owner: want, receive(Offer), (receive(Chunk), receive(Piece)*)*,
     receive(Commit), done."""
 
     def __init__(self, limits: Limits) -> None:
@@ -203,11 +211,10 @@ class Receiver(_Machine):
                 return self._commit(frame)
         return None
 
-    def want(self, from_position: int) -> Want:
-        """Answer an offer that was compared."""
-        frame = Want(from_position)
+    def want(self, frame: Want) -> Want:
+        """Begin: say what is here already, and what this end is."""
         self._step(frame)
-        self.position = self.first_wanted = from_position
+        self.position = self.first_wanted = frame.from_position
         return frame
 
     def done(self) -> Done:

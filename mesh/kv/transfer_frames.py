@@ -1,6 +1,6 @@
 """Frames of a KV transfer as values, and what a receiver makes of them. Frozen; protobuf is mesh.node.wire_kv's.
 
-Order on the wire: (open,) offer, want, (chunk, its pieces)*, commit, done; abort at any time. `open` is the
+Order on the wire: (open,) want, offer, (chunk, its pieces)*, commit, done; abort at any time. `open` is the
 node's: it says whose data it is and which way it goes (mesh.node.host_frames).
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mesh.errors import MeshError, by_reason
 from mesh.identity.signing import SignedRecord
+from mesh.kv.geometry import KvDtype
 from mesh.kv.manifest import KvManifest
 
 _MAX_MESSAGE_CHARS = 500
@@ -22,11 +23,15 @@ class Offer:
     manifest: KvManifest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Want:
-    """From the receiver: send from this position on, it has the rest."""
+    """From the receiver, first: send from this position on, it has the rest; and what its engine is, so that the
+    sender refuses what does not fit before it computes or sends anything."""
 
     from_position: int
+    layout_hash: str
+    weights_lineage: str
+    dtype: KvDtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +96,7 @@ Frame = Offer | Want | Chunk | Piece | Commit | Done | Abort
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The receiver has the manifest: compare it, then answer with Receiver.want or Receiver.abort."""
+    """The receiver has the manifest: compare it before anything that follows is used."""
 
     manifest: KvManifest
 

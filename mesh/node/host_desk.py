@@ -41,11 +41,14 @@ class Desk:
         self._chores: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
+    def check(self, order: RunOrder) -> None:
+        """Raise unless policy lets this place see the prompt, and the engine could run it."""
+        self.guard.check_prompt(order.context, self.identity.place)
+        check_run(order, self.engine.info)
+
     def start(self, order: RunOrder) -> HostRun:
         """Check an order and start it; whoever calls must `stop` it. For errors see NodeHost.run."""
-        place = self.identity.place
-        self.guard.check_prompt(order.context, place)
-        check_run(order, self.engine.info)
+        self.check(order)
         if order.run_id != order.kv_from:
             self.ledger.check_free(order.run_id)
         if order.kv_from is None:

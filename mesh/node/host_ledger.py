@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mesh.errors import AlreadyExists, InvalidRequest, KvIncompatible, MeshError, NotFound, PolicyDenied, StalePlan
 from mesh.kv.chunks import PrefixNames
 from mesh.node.engine import RunId
-from mesh.node.port import WorkContext
+from mesh.node.port import RunOrder, WorkContext
 
 
 class Owner(NamedTuple):
@@ -114,6 +114,12 @@ class Ledger:
         entry = Entry(run_id=run_id, owner=Owner.of(context), phase=phase, names=names)
         self._entries[run_id] = entry
         return entry
+
+    def detached(self, order: RunOrder) -> Entry:
+        """An entry for KV of the order's tokens that another node has; not in the ledger."""
+        context = order.context
+        names = PrefixNames(self._layout_hash, context.salt, order.token_ids)
+        return Entry(run_id=order.run_id, owner=Owner.of(context), phase=Phase.HELD, names=names)
 
     def get(self, run_id: RunId, context: WorkContext) -> Entry:
         """Raises NotFound, or PolicyDenied if it is another's."""

@@ -11,10 +11,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from mesh.errors import Cancelled, Expired, InvalidRequest, MeshError, PolicyDenied, Unauthenticated
+from mesh.kv.hashing import BLOCK_TOKENS
 from mesh.node.host_checks import check_model
 from mesh.node.host_desk import Desk
 from mesh.node.host_frames import Dial, FrameStream, KvOpen
-from mesh.node.host_ledger import Owner, Phase
+from mesh.node.host_ledger import Entry, Owner, Phase
 from mesh.node.host_link import Link
 from mesh.node.host_sources import HeldSource, MovingSource, PrefillSource, Source, shippable_tokens
 from mesh.node.host_transfer import TransferParts, receive, send
@@ -67,10 +68,11 @@ class Moves:
                     await link.send(opening.for_peer())
                     return await self._receive(opening, link)
             self._desk.guard.check_kv(order.context, order.peer.place)  # before the ids of its tokens leave
-            async with self._source(opening) as source, dial(order.peer) as stream, self._link(stream) as link:
+            self._check_source(opening)
+            async with dial(order.peer) as stream, self._link(stream) as link:
                 self._check_peer(order, link)
                 await link.send(opening.for_peer())
-                return await self._send(opening, source, link)
+                return await self._send(opening, link)
 
     async def serve_transfer(self, opening: KvOpen, stream: FrameStream) -> KvReport:
         """Do a transfer as the dialled side; `opening` is the first frame of `stream`."""
@@ -79,11 +81,11 @@ class Moves:
                 self._check_target(opening)
                 return await self._receive(opening, link)
             self._desk.guard.check_kv(opening.context, link.peer_place)  # before any work is done for it
-            async with self._source(opening) as source:
-                return await self._send(opening, source, link)
+            self._check_source(opening)
+            return await self._send(opening, link)
 
-    async def _send(self, opening: KvOpen, source: Source, link: Link) -> KvReport:
-        report = await send(self._parts, opening, source, link)
+    async def _send(self, opening: KvOpen, link: Link) -> KvReport:
+        report = await send(self._parts, opening, link, self._source)
         self._desk.counters.sent_kv(report)
         return report
 
@@ -139,18 +141,30 @@ class Moves:
         self._desk.refuse_if_draining()
         self._desk.guard.check_kv(opening.context, self._desk.identity.place)
 
-    @asynccontextmanager
-    async def _source(self, opening: KvOpen) -> AsyncIterator[Source]:
-        """The source of a transfer, kept while it is shipped."""
+    def _check_source(self, opening: KvOpen) -> None:
+        """Raise what can be known to be wrong before the receiver has been asked for anything."""
         prefill = opening.source.prefill
         if prefill is None:
-            async with self._existing_source(opening) as source:
-                yield source
+            self._existing(opening)
             return
         if prefill.run_id != opening.source.run_id or not prefill.prefill_only or opening.source.pause:
             raise InvalidRequest("a prefill for a transfer is prefill_only and named by source_run_id", field="prefill")
         if Owner.of(prefill.context) != Owner.of(opening.context):
             raise PolicyDenied("the prefill is of another tenant, label, namespace or model", rule="kv-owner")
+        self._desk.check(prefill)
+
+    @asynccontextmanager
+    async def _source(self, opening: KvOpen, received_tokens: int) -> AsyncIterator[Source]:
+        """The source of a transfer to a receiver that has the first `received_tokens`, kept while it is shipped."""
+        prefill = opening.source.prefill
+        if prefill is None:
+            async with self._existing_source(opening) as source:
+                yield source
+            return
+        if received_tokens and len(prefill.token_ids) - received_tokens < BLOCK_TOKENS:
+            # Less than a block is missing, which the receiver computes by itself: nothing is to be done here.
+            yield HeldSource(self._desk.ledger.detached(prefill), min(received_tokens, len(prefill.token_ids)))
+            return
         run = self._desk.start(prefill)
         self._desk.ledger.pin(run.entry)
         try:
@@ -160,12 +174,16 @@ class Moves:
             self._desk.ledger.unpin(run.entry)
             await self._desk.stop(run)  # a prefill that did end stays a hold for a while, for another try
 
-    @asynccontextmanager
-    async def _existing_source(self, opening: KvOpen) -> AsyncIterator[Source]:
+    def _existing(self, opening: KvOpen) -> Entry:
         check_model(opening.context, self._desk.engine.info)
         entry = self._desk.ledger.get(opening.source.run_id, opening.context)
         if entry.phase is Phase.IMPORTING:
             raise InvalidRequest(f"{entry.run_id!r} is still being imported", field="source_run_id")
+        return entry
+
+    @asynccontextmanager
+    async def _existing_source(self, opening: KvOpen) -> AsyncIterator[Source]:
+        entry = self._existing(opening)
         self._desk.ledger.pin(entry)
         try:
             kv_tokens = await shippable_tokens(self._desk.engine, entry)

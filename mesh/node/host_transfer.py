@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
@@ -17,10 +18,17 @@ from mesh.errors import Cancelled, Internal
 from mesh.identity.signing import SignedRecord
 from mesh.kv.chunks import chunk_ranges, digest_of
 from mesh.kv.codecs import Codec, codec_named
-from mesh.kv.manifest import check_compatible, make_manifest
+from mesh.kv.manifest import (
+    CANONICAL,
+    KvManifest,
+    check_compatible,
+    check_receiver,
+    chosen_codec,
+    make_manifest,
+)
 from mesh.kv.slab import KvSlab
 from mesh.kv.transfer import Limits, Receiver, Sender, State
-from mesh.kv.transfer_frames import ChunkVerified, Committed, Offered
+from mesh.kv.transfer_frames import ChunkVerified, Committed, Offered, Want
 from mesh.node.engine import Engine, ImportSpec, RunId
 from mesh.node.host_checks import check_import
 from mesh.node.host_frames import KvOpen
@@ -35,6 +43,8 @@ _R = TypeVar("_R")
 _INLINE_BYTES = 256 * 1024  # about a millisecond of encoding and hashing
 
 Free = Callable[[RunId], Awaitable[None]]
+OpenSource = Callable[[KvOpen, int], AbstractAsyncContextManager[Source]]
+"""Makes the source of an order for a receiver that has the first so many positions, and keeps it while it ships."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,41 +61,47 @@ class TransferParts:
     free: Free
 
 
-async def send(parts: TransferParts, order: KvOpen, source: Source, link: Link) -> KvReport:
-    """Ship a source to the peer. Raises what went wrong here or there; the peer has been told."""
+async def send(parts: TransferParts, order: KvOpen, link: Link, open_source: OpenSource) -> KvReport:
+    """Ship a source to the peer; it is opened when the peer has said what it has and wants. Raises what went wrong
+    here or there; the peer has been told."""
     parts.guard.check_kv(order.context, link.peer_place)
-    outgoing = _Outgoing(parts, order, source, link)
-    return await outgoing.inbox.guard(outgoing.run())
+    outgoing = _Outgoing(parts, order, link)
+    return await outgoing.inbox.guard(outgoing.run(open_source))
 
 
 class _Outgoing:
     """One sending."""
 
-    def __init__(self, parts: TransferParts, order: KvOpen, source: Source, link: Link) -> None:
+    def __init__(self, parts: TransferParts, order: KvOpen, link: Link) -> None:
         self._parts = parts
         self._order = order
-        self._source = source
         self._link = link
-        self._codec = codec_named(order.codec)
-        self._sender = self._offering()
+        self._sender = Sender(max_tokens=order.max_tokens)
         self.inbox = Inbox(link, self._sender)
         self._started_s = parts.clock.monotonic_s()
         self._first_chunk_s: float | None = None
 
-    async def run(self) -> KvReport:
-        source, sender = self._source, self._sender
-        await self._link.send(sender.offer())
-        await self.inbox.reached(State.BETWEEN_CHUNKS)  # want is in
-        last = False
-        while not last:
-            ready = await source.next(sender.position)
-            last = ready.last
-            for _, stop in chunk_ranges(sender.position, ready.stop):
-                await self._ship(stop)
-        await self._link.send(sender.commit(source.leg()))
-        await self.inbox.reached(State.DONE)
+    async def run(self, open_source: OpenSource) -> KvReport:
+        sender = self._sender
+        await self.inbox.reached(State.WANTED)
+        codec = self._agreed_codec()
+        async with open_source(self._order, sender.first_wanted) as source:
+            await self._link.send(sender.offer(self._manifest(source, codec.name)))
+            last = False
+            while not last:
+                ready = await source.next(sender.position)
+                last = ready.last
+                for _, stop in chunk_ranges(sender.position, ready.stop):
+                    await self._ship(source.entry, codec, stop)
+            await self._link.send(sender.commit(source.leg()))
+            await self.inbox.reached(State.DONE)
+            return self._report(source, codec.name)
+
+    def _report(self, source: Source, codec: str) -> KvReport:
+        sender = self._sender
         return _report(
             self._order,
+            codec=codec,
             tokens=sender.position,
             skipped_tokens=sender.first_wanted,
             wire_bytes=sender.wire_bytes,
@@ -94,23 +110,34 @@ class _Outgoing:
             leg=source.leg(),
         )
 
-    def _offering(self) -> Sender:
-        order, parts, count = self._order, self._parts, self._source.count_tokens
-        manifest = make_manifest(
+    def _agreed_codec(self) -> Codec:
+        info, want = self._parts.engine.info, self._sender.wanted
+        name = chosen_codec(self._order.codec, info.kv_dtype, want.dtype)
+        check_receiver(
+            info,
+            codec=name,
+            layout_hash=want.layout_hash,
+            weights_lineage=want.weights_lineage,
+            dtype=want.dtype,
+        )
+        return codec_named(name)
+
+    def _manifest(self, source: Source, codec: str) -> KvManifest:
+        order, parts, count = self._order, self._parts, source.count_tokens
+        return make_manifest(
             parts.engine.info,
-            codec=order.codec,
+            codec=codec,
             count_tokens=count,
-            block_hashes=self._source.entry.names.full_blocks(count),
+            block_hashes=source.entry.names.full_blocks(count),
             tenant=order.context.tenant,
             label=order.context.label,
             expires_unix_s=parts.clock.unix_s() + parts.kv_lifetime_s,
         )
-        return Sender(manifest, max_tokens=order.max_tokens)
 
-    async def _ship(self, stop: int) -> None:
-        entry, sender = self._source.entry, self._sender
+    async def _ship(self, entry: Entry, codec: Codec, stop: int) -> None:
+        sender = self._sender
         slab = await self._parts.engine.export_kv(entry.run_id, sender.position, stop)
-        data, digest = await _computed(slab.n_bytes, _encode, self._codec, slab)
+        data, digest = await _computed(slab.n_bytes, _encode, codec, slab)
         for frame in sender.chunk(stop, data, digest=digest, prefix_hash=entry.names.prefix(stop)):
             await self._link.send(frame)
         entry.kv_out_bytes += len(data)
@@ -126,8 +153,9 @@ async def receive(parts: TransferParts, order: KvOpen, link: Link) -> KvReport:
     gone and the peer has been told."""
     parts.guard.check_kv(order.context, parts.signer.place)
     room = check_import(order, parts.engine.info)
-    codec = codec_named(order.codec)
-    codec.check(parts.engine.info.geometry)
+    codec = None if order.codec == CANONICAL else codec_named(order.codec)
+    if codec is not None:
+        codec.check(parts.engine.info.geometry)
     entry = parts.ledger.open(order.target, order.context, Phase.IMPORTING, order.token_ids)
     try:
         return await _Incoming(parts, replace(order, max_tokens=room), link, entry, codec).run()
@@ -137,9 +165,9 @@ async def receive(parts: TransferParts, order: KvOpen, link: Link) -> KvReport:
 
 
 class _Incoming:
-    """One receiving; `entry` is the target's."""
+    """One receiving; `entry` is the target's. `codec` is None until the offer says what a canonical order means."""
 
-    def __init__(self, parts: TransferParts, order: KvOpen, link: Link, entry: Entry, codec: Codec) -> None:
+    def __init__(self, parts: TransferParts, order: KvOpen, link: Link, entry: Entry, codec: Codec | None) -> None:
         self._parts = parts
         self._order = order
         self._link = link
@@ -155,42 +183,53 @@ class _Incoming:
                 exact=not order.source.pause,
                 encoded_bytes=self._encoded_bytes,
                 prefix_hash=self._known_prefix,
-                fixed_size=codec.fixed_size,
+                fixed_size=codec is None or codec.fixed_size,
             )
         )
 
     async def run(self) -> KvReport:
         receiver = self._receiver
+        await self._link.send(receiver.want(await self._open()))
         while True:
             match receiver.receive(await self._link.recv()):
                 case Offered() as offered:
-                    position = await self._open(offered)
-                    await self._link.send(receiver.want(position))
+                    self._compare(offered)
                 case ChunkVerified() as chunk:
                     await self._write(chunk)
                 case Committed() as committed:
                     return await self._finish(committed)
 
+    @property
+    def _agreed_codec(self) -> Codec:
+        assert self._codec is not None  # from the offer on
+        return self._codec
+
     def _encoded_bytes(self, n_tokens: int) -> int:
-        return self._codec.encoded_bytes(self._info.geometry, n_tokens, self._info.kv_dtype)
+        return self._agreed_codec.encoded_bytes(self._info.geometry, n_tokens, self._info.kv_dtype)
 
     def _known_prefix(self, n_tokens: int) -> bytes | None:
         names = self._entry.names
         return names.prefix(n_tokens) if n_tokens <= names.known_tokens else None
 
-    async def _open(self, offered: Offered) -> int:
-        order, parts = self._order, self._parts
-        known = order.token_ids
+    def _compare(self, offered: Offered) -> None:
+        order, manifest = self._order, offered.manifest
+        codec = chosen_codec(order.codec, self._info.kv_dtype, manifest.dtype)
         check_compatible(
-            offered.manifest,
+            manifest,
             self._info,
-            now_unix_s=parts.clock.unix_s(),
+            now_unix_s=self._parts.clock.unix_s(),
             tenant=order.context.tenant,
             label=order.context.label,
-            codec=order.codec,
+            codec=codec,
             max_tokens=order.max_tokens,
-            known_blocks=self._entry.names.full_blocks(len(known)),
+            known_blocks=self._entry.names.full_blocks(len(order.token_ids)),
         )
+        self._codec = codec_named(codec)
+
+    async def _open(self) -> Want:
+        """Make room in the engine, and see what it has already."""
+        order, parts = self._order, self._parts
+        known = order.token_ids
         if order.source.pause:
             # The run may stop right here: its last token has no KV then, and must be left to compute.
             known = known[:-1]
@@ -199,7 +238,12 @@ class _Incoming:
         position = await parts.engine.open_import(spec)
         self._check_wanted()
         self._prefix = self._entry.names.prefix(position)
-        return position
+        return Want(
+            from_position=position,
+            layout_hash=self._info.geometry.layout_hash,
+            weights_lineage=self._info.weights_lineage,
+            dtype=self._info.kv_dtype,
+        )
 
     def _check_wanted(self) -> None:
         """Raise Cancelled if the target was released meanwhile: the engine must not keep what nobody knows of."""
@@ -215,7 +259,7 @@ class _Incoming:
             self._first_chunk_s = self._elapsed_s()
 
     def _decode(self, chunk: ChunkVerified) -> KvSlab:
-        return self._codec.decode(
+        return self._agreed_codec.decode(
             chunk.data,
             start=chunk.start,
             n_tokens=chunk.stop - chunk.start,
@@ -234,6 +278,7 @@ class _Incoming:
         await self._link.send(receiver.done())
         return _report(
             self._order,
+            codec=self._agreed_codec.name,
             tokens=kv_tokens,
             skipped_tokens=receiver.first_wanted,
             wire_bytes=receiver.wire_bytes,
@@ -262,6 +307,7 @@ def _encode(codec: Codec, slab: KvSlab) -> tuple[bytes, bytes]:
 def _report(
     order: KvOpen,
     *,
+    codec: str,
     tokens: int,
     skipped_tokens: int,
     wire_bytes: int,
@@ -274,7 +320,7 @@ def _report(
         tokens=tokens,
         skipped_tokens=skipped_tokens,
         wire_bytes=wire_bytes,
-        codec=order.codec,
+        codec=codec,
         duration_s=duration_s,
         first_chunk_s=duration_s if first_chunk_s is None else first_chunk_s,  # nothing had to travel
         leg=leg,

@@ -92,6 +92,10 @@ class KvDirection(Enum):
 class KvSource:
     """What KV to move: a prefill that the source has still to do (`prefill`), or a run or hold that it has.
 
+    A prefill starts when the receiver has said what it has, and not at all if that is all but less than one block.
+    Otherwise the source computes the whole of it, as KV of later positions needs the earlier ones; what its own
+    prefix cache holds of the head costs it nothing, and only what the receiver misses travels.
+
     With `run_id` of a running run and `pause`, the source ships what it has while it goes on decoding, then
     pauses the run, ships the rest and commits."""
 
@@ -112,7 +116,7 @@ class KvOrder:
     target: RunId
     token_ids: tuple[int, ...]  # known so far
     max_tokens: int
-    codec: str  # "f16", "q8_0"
+    codec: str  # "f16", "q8_0", or mesh.kv.manifest.CANONICAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ def frame_to_wire(frame: HostFrame) -> node_pb2.KvFrame:
         case Offer():
             return node_pb2.KvFrame(offer=node_pb2.KvOffer(manifest=manifest_to_wire(frame.manifest)))
         case Want():
-            return node_pb2.KvFrame(want=node_pb2.KvWant(from_position=frame.from_position))
+            return node_pb2.KvFrame(want=want_to_wire(frame))
         case Chunk():
             return node_pb2.KvFrame(
                 chunk=node_pb2.KvChunk(
@@ -81,7 +81,7 @@ def frame_from_wire(message: node_pb2.KvFrame) -> HostFrame:
         case "offer":
             return Offer(manifest_from_wire(message.offer.manifest))
         case "want":
-            return Want(message.want.from_position)
+            return want_from_wire(message.want)
         case "chunk":
             chunk = message.chunk
             return Chunk(
@@ -109,6 +109,33 @@ def frame_from_wire(message: node_pb2.KvFrame) -> HostFrame:
             raise RevisionMismatch("a frame of a KV transfer is of a kind that this build does not know")
 
 
+def want_to_wire(want: Want) -> node_pb2.KvWant:
+    """Dataclass to protobuf."""
+    return node_pb2.KvWant(
+        from_position=want.from_position,
+        layout_hash=want.layout_hash,
+        weights_lineage=want.weights_lineage,
+        dtype=want.dtype.value,
+    )
+
+
+def want_from_wire(message: node_pb2.KvWant) -> Want:
+    """Protobuf to dataclass. Raises KvIncompatible for an element type that this build does not know."""
+    return Want(
+        from_position=message.from_position,
+        layout_hash=bounds.name("layout_hash", message.layout_hash),
+        weights_lineage=bounds.name("weights_lineage", message.weights_lineage),
+        dtype=_dtype_from_wire(message.dtype),
+    )
+
+
+def _dtype_from_wire(name: str) -> KvDtype:
+    dtype = _DTYPES_BACK.get(name)
+    if dtype is None:
+        raise KvIncompatible(f"KV refused, dtype: {name[:32]!r} is not known here", field="dtype")
+    return dtype
+
+
 def manifest_to_wire(manifest: KvManifest) -> node_pb2.KvManifest:
     """Dataclass to protobuf."""
     return node_pb2.KvManifest(
@@ -129,9 +156,7 @@ def manifest_to_wire(manifest: KvManifest) -> node_pb2.KvManifest:
 
 def manifest_from_wire(message: node_pb2.KvManifest) -> KvManifest:
     """Protobuf to dataclass. Raises KvIncompatible for an element type that this build does not know."""
-    dtype = _DTYPES_BACK.get(message.dtype)
-    if dtype is None:
-        raise KvIncompatible(f"KV refused, dtype: {message.dtype[:32]!r} is not known here", field="dtype")
+    dtype = _dtype_from_wire(message.dtype)
     bounds.at_most("block_hashes", len(message.block_hashes), _MAX_BLOCKS)
     return KvManifest(
         format=message.format,

@@ -216,10 +216,16 @@ class KvOffer(_message.Message):
     def __init__(self, manifest: _Optional[_Union[KvManifest, _Mapping]] = ...) -> None: ...
 
 class KvWant(_message.Message):
-    __slots__ = ("from_position",)
+    __slots__ = ("from_position", "layout_hash", "weights_lineage", "dtype")
     FROM_POSITION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     from_position: int
-    def __init__(self, from_position: _Optional[int] = ...) -> None: ...
+    layout_hash: str
+    weights_lineage: str
+    dtype: str
+    def __init__(self, from_position: _Optional[int] = ..., layout_hash: _Optional[str] = ..., weights_lineage: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class KvChunk(_message.Message):
     __slots__ = ("index", "start", "stop", "size_bytes", "digest", "prefix_hash")

@@ -26,7 +26,7 @@ from mesh.node.port import (
 )
 from mesh.telemetry.log import get_logger
 from placement.entry import runner_types as rt
-from placement.entry.orders import Work, choose_dialler, run_event
+from placement.entry.orders import Work, choose_codec, choose_dialler, run_event
 from placement.entry.runner import PlanRunner
 from placement.entry.world import World
 
@@ -247,7 +247,7 @@ class RequestDriver:
                 target=effect.target_run,
                 token_ids=effect.token_ids,
                 max_tokens=effect.max_tokens,
-                codec=effect.codec,
+                codec=choose_codec(effect.codec, source, target),
             )
             report = await self._while_stale(lambda: dialler.move_kv(order))
             self._world.saw_transfer(effect.source_node_id, effect.target_node_id, report)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mesh.errors import NotImplementedHere
 from mesh.identity.place import Tier
+from mesh.kv.manifest import CANONICAL
 from mesh.node.engine import RunId
 from mesh.node.port import (
     KvDirection,
@@ -39,6 +40,13 @@ def choose_dialler(source: NodePort, target: NodePort) -> tuple[NodePort, NodePo
     if source.place.tier is Tier.EDGE:
         return source, target, KvDirection.PUSH
     return target, source, KvDirection.PULL
+
+
+def choose_codec(planned: str, source: NodePort, target: NodePort) -> str:
+    """Between core nodes, whose engines are mostly alike, plain KV goes over without loss."""
+    if planned == "f16" and source.place.tier is target.place.tier is Tier.CORE:
+        return CANONICAL
+    return planned
 
 
 def run_event(run_id: RunId, event: PortEvent) -> rt.Event:

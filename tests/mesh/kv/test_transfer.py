@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mesh.errors import Draining, Internal, InvalidRequest, MeshError, PayloadCorrupt
 from mesh.kv.chunks import CHUNK_TOKENS, PIECE_BYTES, chunk_ranges, digest_of
+from mesh.kv.geometry import KvDtype
 from mesh.kv.manifest import KvManifest, make_manifest
 from mesh.kv.transfer import Limits, Receiver, Sender, State
 from mesh.kv.transfer_frames import (
@@ -22,7 +23,6 @@ from mesh.kv.transfer_frames import (
     Done,
     Frame,
     Offer,
-    Offered,
     Piece,
     Want,
 )
@@ -42,6 +42,10 @@ def manifest(count_tokens: int) -> KvManifest:
     )  # fmt: skip
 
 
+def wanted(from_position: int = 0) -> Want:
+    return Want(from_position=from_position, layout_hash="l", weights_lineage="w", dtype=KvDtype.F16)
+
+
 def receiver(*, max_tokens: int = 1000, exact: bool = True, known: int = 0) -> Receiver:
     return Receiver(
         Limits(
@@ -59,9 +63,10 @@ def payload(start: int, stop: int) -> bytes:
 
 def frames_of(count: int, *, want: int = 0, stops: tuple[int, ...] = ()) -> list[Frame]:
     """What a good sender sends after `want`, in chunks that end at `stops` (default: as large as may be)."""
-    sender = Sender(manifest(count), max_tokens=2000)
-    out: list[Frame] = [sender.offer()]
-    sender.receive(Want(want))
+    sender = Sender(max_tokens=2000)
+    sender.receive(wanted(want))
+    assert sender.wanted == wanted(want)
+    out: list[Frame] = [sender.offer(manifest(count))]
     for stop in stops or [b for _, b in chunk_ranges(want, count)]:
         data = payload(sender.position, stop)
         out += sender.chunk(stop, data, digest=digest_of(data), prefix_hash=name_of(stop))
@@ -76,10 +81,9 @@ def feed(
 ) -> list[ChunkVerified]:
     """All frames into a receiver that answers as it should; what came out."""
     out = [] if into is None else into
+    machine.want(wanted(want))
     for frame in frames:
         match machine.receive(frame):
-            case Offered():
-                machine.want(want)
             case ChunkVerified() as chunk:
                 out.append(chunk)
             case Committed():
@@ -123,9 +127,9 @@ def test_a_running_source_may_send_more_than_it_offered() -> None:
 
 def test_a_receiver_that_has_it_all() -> None:
     assert feed(receiver(), frames_of(100, want=100), want=100) == []
-    sender = Sender(manifest(100), max_tokens=2000)
-    sender.offer()
-    sender.receive(Want(112))  # it has even more
+    sender = Sender(max_tokens=2000)
+    sender.receive(wanted(112))  # it has even more
+    sender.offer(manifest(100))
     assert sender.commit().stop == 112
     frames = [Offer(manifest(100)), Commit(chunks=0, stop=112, digest=digest_of(b""))]
     assert feed(receiver(), frames, want=112) == []
@@ -238,7 +242,7 @@ BAD: dict[str, Change] = {
     "commit chunks wrong": at(6, chunks=1),
     "commit stop wrong": at(6, stop=299),
     "commit digest wrong": at(6, digest=bytes(32)),
-    "a want": lambda f: [f[0], Want(0), *f[1:]],
+    "a want": lambda f: [f[0], wanted(), *f[1:]],
     "a done": lambda f: [*f[:6], Done(300)],
 }
 
@@ -275,32 +279,39 @@ def test_no_order_of_good_frames_brings_out_wrong_bytes(data: st.DataObject) -> 
 
 def test_a_receiver_announces_only_what_it_may() -> None:
     machine = receiver()
-    for early in (lambda: machine.want(0), machine.done):
+    for early in (machine.done, lambda: machine.want(wanted())):  # dead after the first
         with pytest.raises(InvalidRequest):
             early()
 
 
-@pytest.mark.parametrize("frame", [Want(0), Done(0), Offer(manifest(1)), Commit(chunks=0, stop=0, digest=b"")])
+@pytest.mark.parametrize("frame", [Done(0), Offer(manifest(1)), Commit(chunks=0, stop=0, digest=b"")])
 def test_a_sender_takes_frames_in_their_order_only(frame: Frame) -> None:
-    sender = Sender(manifest(10), max_tokens=100)
+    for first in ((), (wanted(),)):
+        sender = Sender(max_tokens=100)
+        for earlier in first:
+            sender.receive(earlier)
+        with pytest.raises(InvalidRequest):
+            sender.receive(frame)
+        assert sender.state is State.FAILED
+
+
+def test_a_sender_offers_after_it_heard_what_is_wanted() -> None:
     with pytest.raises(InvalidRequest):
-        sender.receive(frame)
-    assert sender.state is State.FAILED
+        Sender(max_tokens=100).offer(manifest(1))
 
 
 def test_a_sender_checks_what_the_receiver_says() -> None:
-    sender = Sender(manifest(10), max_tokens=100)
-    sender.offer()
+    sender = Sender(max_tokens=100)
     with pytest.raises(PayloadCorrupt):
-        sender.receive(Want(101))
-    sender = Sender(manifest(10), max_tokens=100)
-    sender.offer()
-    sender.receive(Want(10))
+        sender.receive(wanted(101))
+    sender = Sender(max_tokens=100)
+    sender.receive(wanted(10))
+    sender.offer(manifest(10))
     with pytest.raises(InvalidRequest):
         sender.receive(Done(10))  # before the commit
-    sender = Sender(manifest(10), max_tokens=100)
-    sender.offer()
-    sender.receive(Want(10))
+    sender = Sender(max_tokens=100)
+    sender.receive(wanted(10))
+    sender.offer(manifest(10))
     sender.commit()
     with pytest.raises(PayloadCorrupt):
         sender.receive(Done(9))
@@ -309,7 +320,7 @@ def test_a_sender_checks_what_the_receiver_says() -> None:
 def test_an_abort_is_the_peers_error() -> None:
     for reason, error in (("DRAINING", Draining), ("A_NEWER_WORD", Internal)):
         abort = Abort(reason=reason, message="m" * 5000)
-        for machine in (Sender(manifest(1), max_tokens=10), receiver()):
+        for machine in (Sender(max_tokens=10), receiver()):
             with pytest.raises(error) as caught:
                 machine.receive(abort)
             assert len(caught.value.message) < 600
@@ -327,8 +338,8 @@ def test_chunks_of_a_codec_without_a_fixed_size_are_bounded(size: int, taken: bo
         max_tokens=10, exact=True, encoded_bytes=lambda n: n * PER_TOKEN, prefix_hash=lambda n: None, fixed_size=False
     )
     r = Receiver(limits)
+    r.want(wanted())
     r.receive(Offer(manifest(1)))
-    r.want(0)
     frame = Chunk(index=0, start=0, stop=1, size_bytes=size, digest=digest_of(b""), prefix_hash=digest_of(b""))
     if taken:
         assert r.receive(frame) is None

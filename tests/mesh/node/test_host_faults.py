@@ -67,6 +67,15 @@ async def test_unlike_models(bench: Bench, engine: dict[str, Any], field: str) -
     assert ("KV_INCOMPATIBLE", 1) in bench.target.statistics().transfer_failures
 
 
+@pytest.mark.parametrize("engine", [{"geometry": replace(GEOMETRY, rope_base=5e5)}, {"weights_lineage": "another"}])
+async def test_nothing_is_computed_for_an_engine_that_cannot_take_it(bench: Bench, engine: dict[str, Any]) -> None:
+    bench.remake_target(**engine)
+    before = bench.source.statistics().runs_started_total
+    prefill = run_order("p", IDS[:-1], prefill_only=True)
+    await bench.fails(KvIncompatible, source=KvSource(run_id=RunId("p"), prefill=prefill))
+    assert bench.source.statistics().runs_started_total == before
+
+
 async def test_another_model_id(bench: Bench) -> None:
     bench.remake_target(model_id="another")
     await bench.fails(UnknownModel)
@@ -235,14 +244,18 @@ async def test_a_sender_that_lies(bench: Bench, name: str) -> None:
     await bench.still_good()
 
 
+def wanted() -> Want:
+    return Want(from_position=0, layout_hash="l", weights_lineage="w", dtype=KvDtype.F16)
+
+
 @pytest.mark.parametrize(
     "tamper",
     [
-        (Want, lambda w: [Want(5000)]),
+        (Want, lambda w: [replace(w, from_position=5000)]),
         (Want, lambda w: [Done(600)]),
         (Want, lambda w: [w, w]),
         (Done, lambda d: [Done(599)]),
-        (Done, lambda d: [Want(0)]),
+        (Done, lambda d: [wanted()]),
     ],
     ids=["want too far", "done for want", "want twice", "done of fewer", "want for done"],
 )

@@ -182,6 +182,64 @@ async def test_only_missing_tokens_travel(pair: Pair) -> None:
     assert pair.edge.statistics().kv_skipped_tokens_total == 96
 
 
+@pytest.mark.parametrize("direction", [PUSH, PULL])
+@pytest.mark.parametrize("n_tokens", [16, 300, 320])
+async def test_a_receiver_that_has_it_all_costs_the_source_nothing(
+    pair: Pair, direction: KvDirection, n_tokens: int
+) -> None:
+    """Less than a block is missing: no prefill, no KV; the target computes the rest with its last token."""
+    source, target = (pair.edge, pair.core) if direction is PUSH else (pair.core, pair.edge)
+    source_engine = pair.edge_engine if direction is PUSH else pair.core_engine
+    ids = prompt(n_tokens + 1)
+    await collect(target, run_order("warm", ids, sampling=greedy(1)))
+    prefill = run_order("p", ids[:-1], prefill_only=True)
+    report = await pair.move(direction, ids[:-1], KvSource(run_id=RunId("p"), prefill=prefill))
+    cached = n_tokens // 16 * 16
+    assert (report.tokens, report.skipped_tokens, report.wire_bytes, report.leg) == (cached, cached, 0, None)
+    assert (await source_engine.load()).prompt_tokens_total == 0
+    assert source.statistics().runs_started_total == 0
+    outcome = await collect(target, run_order("r", ids, kv_from=RunId("target")))
+    assert outcome.ids == await undisturbed(ids, 8)
+
+
+async def test_a_missing_tail_makes_the_source_compute_what_it_has_not_cached(pair: Pair) -> None:
+    """KV of the tail needs the head: the source computes it too, unless its own cache has it. Only the tail goes."""
+    ids = prompt(301)
+    await collect(pair.edge, run_order("warm", ids[:200], sampling=greedy(1)))
+    for n, cached_at_source in enumerate((0, 288)):
+        prefill = run_order(f"p{n}", ids[:-1], prefill_only=True)
+        source = KvSource(run_id=prefill.run_id, prefill=prefill)
+        report = await pair.move(PULL, ids[:-1], source, target=f"t{n}")
+        assert report.skipped_tokens == 192
+        assert report.leg is not None
+        assert json.loads(report.leg.body)["cached_tokens"] == cached_at_source
+        await pair.edge.release(RunId(f"t{n}"))
+
+
+@pytest.mark.parametrize(
+    ("edge", "core", "codec"),
+    [
+        (KvDtype.F32, KvDtype.F32, "raw"),
+        (KvDtype.BF16, KvDtype.BF16, "raw"),
+        (KvDtype.F16, KvDtype.BF16, "f16"),
+        (KvDtype.F32, KvDtype.F16, "f16"),
+    ],
+)
+@pytest.mark.parametrize("direction", [PUSH, PULL])
+async def test_the_two_ends_settle_what_canonical_means(
+    direction: KvDirection, edge: KvDtype, core: KvDtype, codec: str
+) -> None:
+    ids = prompt(101)
+    async with make_pair(edge_dtype=edge, core_dtype=core) as pair:
+        prefill = run_order("p", ids[:-1], prefill_only=True)
+        source = KvSource(run_id=RunId("p"), prefill=prefill)
+        report = await pair.move(direction, ids[:-1], source, codec="canonical")
+        assert (report.codec, report.tokens) == (codec, 100)
+        target, engine = (pair.core, pair.core_engine) if direction is PUSH else (pair.edge, pair.edge_engine)
+        assert tokens_of(await engine.export_kv(RunId("target"), 0, 100)) == ids[:-1]
+        await target.release(RunId("target"))
+
+
 async def test_a_receiver_that_has_more_than_the_source(pair: Pair) -> None:
     ids = prompt(101)
     await collect(pair.edge, run_order("warm", ids, sampling=greedy(1)))
