@@ -15,13 +15,14 @@ from typing import Protocol
 import structlog
 
 from core_node.engine.blocks import BlockPool
+from core_node.engine.checks import check_continues, check_import, check_run
 from core_node.engine.ending import Ending
 from core_node.engine.runner import Runner
 from core_node.engine.sampler import SampleRow
 from core_node.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from core_node.engine.sequence import Sequence
 from core_node.engine.speed import SpeedMeter
-from mesh.errors import AlreadyExists, Cancelled, Internal, InvalidRequest, MeshError, NotFound, Overloaded
+from mesh.errors import AlreadyExists, Cancelled, Internal, InvalidRequest, MeshError, NotFound
 from mesh.kv.hashing import root_hash
 from mesh.kv.slab import KvSlab
 from mesh.node.engine import (
@@ -85,16 +86,14 @@ class EngineCore:
 
     def add_run(self, spec: RunSpec, sink: Sink) -> None:
         """Queue a run. Raises InvalidRequest, NotFound, AlreadyExists or Overloaded with nothing changed."""
-        self._check_tokens(spec.token_ids)
-        if not 1 <= spec.prompt_tokens <= len(spec.token_ids):
-            raise InvalidRequest(
-                f"prompt_tokens must be in [1, {len(spec.token_ids)}], got {spec.prompt_tokens}", field="prompt_tokens"
-            )
-        self._check_fits(spec)
+        check_run(spec, self.info)
         if spec.kv_from != spec.run_id:
             self._check_free(spec.run_id)
         root = root_hash(self.info.geometry.layout_hash, spec.salt)
-        hold = self._hold_for(spec, root) if spec.kv_from is not None else None
+        hold = None
+        if spec.kv_from is not None:
+            hold = self._hold(spec.kv_from).sequence
+            check_continues(spec, hold, root)
         self._scheduler.check_room()
         ending = Ending(
             spec.sampling,
@@ -161,17 +160,8 @@ class EngineCore:
 
     def open_import(self, spec: ImportSpec) -> int:
         """See Engine.open_import."""
-        self._check_tokens(spec.token_ids)
+        check_import(spec, self.info)
         self._check_free(spec.run_id)
-        if spec.max_tokens > self.info.kv_capacity_tokens:
-            raise Overloaded(
-                f"an import of {spec.max_tokens} tokens can never fit the KV pool of {self.info.kv_capacity_tokens}"
-            )
-        if not len(spec.token_ids) <= spec.max_tokens <= self.info.max_context_tokens:
-            raise InvalidRequest(
-                f"max_tokens must be in [{len(spec.token_ids)}, {self.info.max_context_tokens}], got {spec.max_tokens}",
-                field="max_tokens",
-            )
         sequence = Sequence(
             run_id=spec.run_id,
             token_ids=list(spec.token_ids),
@@ -183,9 +173,7 @@ class EngineCore:
 
     def write_kv(self, run_id: RunId, slab: KvSlab) -> None:
         """See Engine.write_kv. A refused write leaves the hold as it was."""
-        hold = self._holds.get(run_id)
-        if hold is None:
-            raise NotFound(f"no import {run_id}")
+        hold = self._hold(run_id)
         sequence = hold.sequence
         if slab.start != sequence.computed:
             raise InvalidRequest(f"KV of {run_id} goes on at {sequence.computed}, the slab starts at {slab.start}")
@@ -305,7 +293,13 @@ class EngineCore:
         self._holds[run_id] = _Hold(sequence=run.sequence, max_tokens=0)
         run.sink.put(Held(run.sequence.computed))
 
-    # --- checks -------------------------------------------------------------------------------------------------
+    # --- names --------------------------------------------------------------------------------------------------
+
+    def _hold(self, run_id: RunId) -> _Hold:
+        hold = self._holds.get(run_id)
+        if hold is None:
+            raise NotFound(f"no hold {run_id}")
+        return hold
 
     def _sequence(self, run_id: RunId) -> Sequence:
         owner = self._runs.get(run_id) or self._holds.get(run_id)
@@ -316,35 +310,6 @@ class EngineCore:
     def _check_free(self, run_id: RunId) -> None:
         if run_id in self._runs or run_id in self._holds:
             raise AlreadyExists(f"a run or hold {run_id} is there already")
-
-    def _check_tokens(self, token_ids: Seq[int]) -> None:
-        # The rim has checked them; one bad id would fail everybody's step, so look again.
-        if not token_ids:
-            raise InvalidRequest("there are no tokens", field="token_ids")
-        if min(token_ids) < 0 or max(token_ids) >= self.info.vocab_size:
-            raise InvalidRequest(f"a token id is outside [0, {self.info.vocab_size})", field="token_ids")
-
-    def _check_fits(self, spec: RunSpec) -> None:
-        n, context, capacity = len(spec.token_ids), self.info.max_context_tokens, self.info.kv_capacity_tokens
-        if n > capacity:
-            raise Overloaded(f"{n} tokens can never fit the KV pool of {capacity} tokens")
-        if n + (0 if spec.prefill_only else 1) > context:
-            raise InvalidRequest(
-                f"{n} tokens leave no room in a context of {context} tokens", field="token_ids", limit=str(context)
-            )
-
-    def _hold_for(self, spec: RunSpec, root: bytes) -> Sequence:
-        assert spec.kv_from is not None
-        hold = self._holds.get(spec.kv_from)
-        if hold is None:
-            raise NotFound(f"no hold {spec.kv_from}")
-        sequence = hold.sequence
-        if sequence.root != root:
-            raise InvalidRequest(f"hold {spec.kv_from} belongs to another cache namespace", field="salt")
-        known = min(sequence.computed, sequence.n_tokens)
-        if sequence.computed > len(spec.token_ids) or sequence.token_ids[:known] != list(spec.token_ids[:known]):
-            raise InvalidRequest(f"hold {spec.kv_from} is not of a prefix of the run's tokens", field="kv_from")
-        return sequence
 
 
 def _sample_row(run: _Run, chunk: Chunk) -> SampleRow | None:

@@ -5,7 +5,9 @@ positions, and a step hands out a budget of tokens. Running sequences come first
 that still prefill, so that a long prompt never stalls the others; then waiting ones are admitted in the order of
 (priority, arrival). When a running sequence needs a block and none is free, the sequence with the worst
 (priority, arrival) loses all its blocks and waits again; it recomputes later, mostly from the prefix cache since
-its freed blocks keep their names. A step that preempted admits nobody.
+its freed blocks keep their names. A step that preempted admits nobody, unless it would compute nothing else.
+
+Progress: an empty step means that holds, which only their owners free, leave no room for the first in the queue.
 """
 
 from __future__ import annotations
@@ -134,7 +136,7 @@ class Scheduler:
                 break
             if sequence.phase is Phase.RUNNING:  # else it was preempted by one before it
                 self._continue(sequence, step)
-        if not step.preempted:
+        if not step.preempted or not step.chunks:
             self._admit(step)
         return sorted(step.chunks.values(), key=lambda c: c.n_tokens > 1)
 
@@ -162,6 +164,9 @@ class Scheduler:
             need = blocks_for(sequence.n_tokens) - len(sequence.blocks) - len(hits)
             reserve = self.limits.watermark_blocks if self.running else 0
             if need + reserve > self.pool.n_free_without(hits):
+                # If nobody runs, nobody will make room: then those behind give up the KV that they came with.
+                if not self.running and self._reclaim_behind(sequence, step):
+                    continue
                 return
             self.waiting.pop(0)
             self.running.append(sequence)
@@ -176,6 +181,13 @@ class Scheduler:
                 self.cached_tokens_total += len(hits) * BLOCK_TOKENS
                 sequence.cached = sequence.computed
             self._grant(sequence, min(sequence.remaining, step.budget), step)
+
+    def _reclaim_behind(self, first: Sequence, step: _Step) -> bool:
+        """Take the blocks of the worst other waiting sequence that has some; False if none has."""
+        owners = [s for s in self.waiting if s.blocks and s is not first]
+        if owners:
+            self._preempt(max(owners, key=lambda s: s.rank), step)
+        return bool(owners)
 
     def _grant(self, sequence: Sequence, n: int, step: _Step) -> None:
         need = blocks_for(sequence.computed + n) - len(sequence.blocks)

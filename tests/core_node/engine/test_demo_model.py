@@ -54,6 +54,7 @@ def settings(path: Path, **changes: object) -> CoreEngineSettings:
     return CoreEngineSettings(**{**values, **changes})  # type: ignore[arg-type]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", ["alone", "batched", "preempted", "prefix hits"])
 async def test_f32_equals_the_reference(
     variant: str, path: Path, reference: Reference, prompts: list[tuple[int, ...]]

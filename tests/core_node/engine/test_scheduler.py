@@ -128,6 +128,20 @@ def test_priority_decides_who_is_preempted() -> None:
     assert b.phase is Phase.RUNNING
 
 
+def test_a_victim_loses_what_the_step_had_given_it() -> None:
+    s = scheduler(n_blocks=5, max_step_tokens=20)
+    a, b = sequence(50, 1), sequence(4, 2)
+    s.add(b)
+    step(s)
+    s.add(a)
+    assert shape(step(s)) == [("s2", 4, 1), ("s1", 0, 19)]
+    hold = sequence(32, 3)
+    s.open_hold(hold)
+    assert shape(step(s)) == [("s1", 19, 19)]  # b would have decoded, but a needs its block
+    assert b.phase is Phase.WAITING
+    s.check(iter([hold]))
+
+
 def test_a_step_that_preempted_admits_nobody() -> None:
     s = scheduler(n_blocks=3)
     a, b, c = sequence(16, 1), sequence(16, 2), sequence(4, 3)
@@ -213,3 +227,34 @@ def test_an_import_is_not_findable_before_a_run_takes_it() -> None:
     assert s.cached_tokens(probe) == 0
     s.remove(hold)
     assert s.cached_tokens(probe) == 0
+
+
+def test_kv_that_waits_gives_way_to_the_first_in_the_queue() -> None:
+    """A run that came with its KV must not keep out a better one when nobody runs who could make room."""
+    s = scheduler(n_blocks=4)
+    hold = sequence(48, 1, first_id=0)
+    s.open_hold(hold)
+    hold.computed = 48
+    moved = sequence(50, 2, first_id=0, priority=1)
+    s.adopt(hold, moved)
+    s.add(moved)
+    first = sequence(30, 3)
+    s.add(first)
+    assert shape(step(s)) == [("s3", 0, 30)]
+    assert (moved.phase, moved.computed) == (Phase.WAITING, 0)
+    s.check(iter(()))
+
+
+def test_a_step_whose_only_run_was_preempted_admits_another() -> None:
+    s = scheduler(n_blocks=3)
+    hold = sequence(16, 1)
+    s.open_hold(hold)
+    a = sequence(31, 2, priority=1)
+    s.add(a)
+    step(s)
+    step(s)
+    b = sequence(4, 3)
+    s.add(b)
+    assert shape(step(s)) == [("s3", 0, 4)]
+    assert a.phase is Phase.WAITING
+    s.check(iter([hold]))
