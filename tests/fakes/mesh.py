@@ -314,7 +314,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 async def until_true(ask_again: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not await ask_again():
+        while not await ask_again():  # noqa: ASYNC110 - any condition
             await asyncio.sleep(0.002)
 
 

@@ -125,7 +125,8 @@ async def test_a_reader_follows(registry: MoodyRegistry, policies: PolicyStore) 
 
 DAMAGED = [
     b"", b"junk", b"[]", b"null", b'{"version": 1}', b'{"version": 0, "yaml": "version: 1"}',
-    b'{"version": "1", "yaml": null}', b'{"version": 2, "yaml": 7}', b'{"version": 2, "yaml": "version: 9"}', b"\xff\xfe",
+    b'{"version": "1", "yaml": null}', b'{"version": 2, "yaml": 7}',
+    b'{"version": 2, "yaml": "version: 9"}', b"\xff\xfe",
 ]  # fmt: skip
 
 

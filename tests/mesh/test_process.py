@@ -1,0 +1,105 @@
+"""The rim of the processes: state folder, readiness, signals, tasks that die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from mesh.errors import InvalidRequest, Overloaded
+from mesh.identity import files
+from mesh.node.host import NodeHost
+from mesh.node.load_watch import LoadWatch
+from mesh.process import READY_FILE, announce_ready, background, prepare_state_folder, stop_signal
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.fake_node import CORE, FakeGuard, FakeSigner, until
+
+
+def test_the_state_folder_is_private_and_forgets_an_old_readiness(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "state"
+    prepare_state_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / READY_FILE).write_text("{}")
+    prepare_state_folder(folder)
+    assert not (folder / READY_FILE).exists()
+
+
+def test_a_state_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir(mode=0o755)
+    (folder / "x").touch()
+    with pytest.raises(InvalidRequest, match="chmod 700"):
+        prepare_state_folder(folder)
+
+
+def test_readiness_is_said_in_the_file_and_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    announce_ready(tmp_path, node_id="n", grpc="a:1")
+    said = {"event": "ready", "node_id": "n", "grpc": "a:1"}
+    assert json.loads((tmp_path / READY_FILE).read_text()) == json.loads(capsys.readouterr().out) == said
+    assert (tmp_path / READY_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_is_no_readiness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(Overloaded, match="is full"):
+        announce_ready(tmp_path, node_id="n")
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_the_first_signal_asks_the_second_is_the_system_s(number: signal.Signals) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    waiting = asyncio.create_task(stop_signal())
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), number)
+    async with asyncio.timeout(5):
+        await waiting
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+async def test_a_background_task_that_dies_says_so() -> None:
+    async def dies() -> None:
+        raise ZeroDivisionError
+
+    with capture_logs() as logs:
+        task = background(dies(), "watcher")
+        await asyncio.wait((task,))
+        quiet = background(asyncio.sleep(60), "quiet")
+        quiet.cancel()
+        await asyncio.gather(quiet, return_exceptions=True)
+        await asyncio.sleep(0)
+    assert [(line["event"], line["name"]) for line in logs] == [("background_task_died", "watcher")]
+
+
+async def test_the_load_watch_outlives_an_engine_that_restarts() -> None:
+    engine = FakeEngine()
+    host = NodeHost(engine, FakeSigner(CORE), FakeGuard(), CORE)
+    seen: list[object] = []
+    watch = LoadWatch(host, 0.001, seen.append)
+    await watch.start()
+    assert watch.latest is seen[0]
+    load, failures = engine.load, 0
+
+    async def down() -> object:
+        nonlocal failures
+        failures += 1
+        raise Overloaded("restarting")
+
+    engine.load = down  # type: ignore[method-assign, assignment]
+    await until(lambda: failures >= 3)
+    engine.load = load  # type: ignore[method-assign]
+    count = len(seen)
+    await until(lambda: len(seen) > count)
+    await watch.close()
+    await host.close()

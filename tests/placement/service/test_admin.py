@@ -1,0 +1,135 @@
+"""The admin servicers over stores in memory. Roles are the interceptor's (tests/mesh/rpc/test_auth.py)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from mesh.errors import (
+    AlreadyExists,
+    InvalidRequest,
+    MeshError,
+    NotFound,
+    Overloaded,
+    RevisionMismatch,
+    Unauthenticated,
+)
+from mesh.identity.principal import AccessRole
+from mesh.v1 import admin_pb2 as admin
+from placement.service.admin import PoliciesServicer, TenantsServicer
+from placement.service.stores import PolicyStore, TenantStore
+from tests.placement.service.registries import MoodyRegistry
+
+NO_CONTEXT: Any = None
+YAML = "version: 1\npriority: 3"
+
+
+@pytest.fixture
+async def stores(registry: MoodyRegistry) -> AsyncIterator[tuple[PolicyStore, TenantStore]]:
+    policies, tenants = PolicyStore(registry, lambda: None), TenantStore(registry, lambda: None)
+    for store in (policies, tenants):
+        await store.start()
+    yield policies, tenants
+    for store in (policies, tenants):
+        await store.close()
+
+
+@pytest.fixture
+async def tenants(stores: tuple[PolicyStore, TenantStore]) -> TenantsServicer:
+    servicer = TenantsServicer(stores[1])
+    await servicer.Create(admin.CreateTenantRequest(tenant="acme"), NO_CONTEXT)
+    return servicer
+
+
+@pytest.fixture
+async def policies(stores: tuple[PolicyStore, TenantStore], tenants: TenantsServicer) -> PoliciesServicer:
+    return PoliciesServicer(*stores)
+
+
+async def put(policies: PoliciesServicer, tenant: str = "acme", yaml: str = YAML, **more: int) -> int:
+    request = admin.PutPolicyRequest(tenant=tenant, yaml=yaml, **more)
+    return (await policies.Put(request, NO_CONTEXT)).version
+
+
+async def test_a_policy_s_life(policies: PoliciesServicer) -> None:
+    assert await put(policies) == 1
+    assert await put(policies, yaml="version: 1", expected_version=1) == 2
+    got = (await policies.Get(admin.GetPolicyRequest(tenant="acme"), NO_CONTEXT)).policy
+    assert (got.tenant, got.yaml, got.version) == ("acme", "version: 1", 2)
+    assert len((await policies.List(admin.ListPoliciesRequest(), NO_CONTEXT)).policies) == 1
+    await policies.Delete(admin.DeletePolicyRequest(tenant="acme"), NO_CONTEXT)
+    assert len((await policies.List(admin.ListPoliciesRequest(), NO_CONTEXT)).policies) == 0
+    for call in (
+        policies.Get(admin.GetPolicyRequest(tenant="acme"), NO_CONTEXT),
+        policies.Delete(admin.DeletePolicyRequest(tenant="acme"), NO_CONTEXT),
+    ):
+        with pytest.raises(NotFound):
+            await call
+
+
+async def test_policies_of_unknown_tenants_and_stale_versions_are_refused(policies: PoliciesServicer) -> None:
+    with pytest.raises(NotFound):
+        await put(policies, tenant="nobody")
+    with pytest.raises(RevisionMismatch):
+        await put(policies, expected_version=4)
+    with pytest.raises(InvalidRequest) as caught:
+        await put(policies, yaml="version: 1\nrules:\n  moon: {anywhere: true}")
+    assert (caught.value.details["line"], caught.value.details["path"]) == ("3", "rules.moon")
+
+
+async def test_validate_tells_all_problems_and_stores_nothing(policies: PoliciesServicer) -> None:
+    request = admin.ValidatePolicyRequest(yaml="version: 1\nx: 1\nrules: {moon: {anywhere: true}}\ny: 2")
+    told = await policies.Validate(request, NO_CONTEXT)
+    assert len(told.problems) >= 2
+    assert all(p.line and p.message for p in told.problems)
+    assert not (await policies.Validate(admin.ValidatePolicyRequest(yaml=YAML), NO_CONTEXT)).problems
+    assert not (await policies.List(admin.ListPoliciesRequest(), NO_CONTEXT)).policies
+
+
+async def test_a_full_disk_is_told_and_changes_nothing(policies: PoliciesServicer, registry: MoodyRegistry) -> None:
+    await put(policies)
+    registry.trouble = Overloaded("the disk of /x is full")
+    with pytest.raises(Overloaded, match="is full"):
+        await put(policies, yaml="version: 1")
+    registry.trouble = None
+    assert (await policies.Get(admin.GetPolicyRequest(tenant="acme"), NO_CONTEXT)).policy.yaml == YAML
+
+
+async def test_keys_are_issued_listed_and_revoked(
+    tenants: TenantsServicer, stores: tuple[PolicyStore, TenantStore]
+) -> None:
+    issued = [
+        await tenants.IssueKey(admin.IssueKeyRequest(tenant="acme", role=role), NO_CONTEXT) for role in ("", "admin")
+    ]
+    authenticate = stores[1].directory.authenticate
+    assert [authenticate(f"Bearer {k.api_key}").role for k in issued] == [AccessRole.TENANT, AccessRole.ADMIN]
+    (listed,) = (await tenants.List(admin.ListTenantsRequest(), NO_CONTEXT)).tenants
+    assert {k.key_id: (k.role, k.revoked) for k in listed.keys} == {
+        issued[0].key_id: ("tenant", False),
+        issued[1].key_id: ("admin", False),
+    }
+    await tenants.RevokeKey(admin.RevokeKeyRequest(key_id=issued[0].key_id), NO_CONTEXT)
+    with pytest.raises(Unauthenticated):
+        stores[1].directory.authenticate(f"Bearer {issued[0].api_key}")
+    (listed,) = (await tenants.List(admin.ListTenantsRequest(), NO_CONTEXT)).tenants
+    assert {k.key_id for k in listed.keys if k.revoked} == {issued[0].key_id}
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda t: t.Create(admin.CreateTenantRequest(tenant="acme"), NO_CONTEXT), AlreadyExists),
+        (lambda t: t.Create(admin.CreateTenantRequest(tenant=""), NO_CONTEXT), InvalidRequest),
+        (lambda t: t.Create(admin.CreateTenantRequest(tenant="a/b"), NO_CONTEXT), InvalidRequest),
+        (lambda t: t.Create(admin.CreateTenantRequest(tenant="x" * 64), NO_CONTEXT), InvalidRequest),
+        (lambda t: t.IssueKey(admin.IssueKeyRequest(tenant="acme", role="king"), NO_CONTEXT), InvalidRequest),
+        (lambda t: t.IssueKey(admin.IssueKeyRequest(tenant="nobody"), NO_CONTEXT), NotFound),
+        (lambda t: t.IssueKey(admin.IssueKeyRequest(tenant="../x"), NO_CONTEXT), InvalidRequest),
+        (lambda t: t.RevokeKey(admin.RevokeKeyRequest(key_id="0"), NO_CONTEXT), NotFound),
+    ],
+)
+async def test_bad_input(tenants: TenantsServicer, call: Any, error: type[MeshError]) -> None:
+    with pytest.raises(error):
+        await call(tenants)

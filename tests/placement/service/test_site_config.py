@@ -1,0 +1,91 @@
+"""What sites are told, and moves that are handed to the edge where a request entered."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from mesh.errors import MeshError, NotFound
+from mesh.identity.principal import AccessRole, Principal
+from mesh.identity.tenants import issue_key, new_tenant
+from mesh.rpc.uplink.hub import UplinkHub
+from mesh.v1 import admin_pb2, uplink_pb2
+from placement.service.process import _Mover
+from placement.service.site_config import SiteConfigSource
+from placement.service.stores import PolicyStore, TenantStore
+from tests.fakes.mesh import MemoryMesh, place_of, until
+from tests.mesh.rpc.uplink.harness import Mesh, mesh
+from tests.placement.service.registries import MoodyRegistry
+
+
+@pytest.fixture
+async def uplinks() -> AsyncIterator[Mesh]:
+    async with mesh(lease_s=2.0, heartbeat_s=0.05) as made:
+        yield made
+
+
+async def test_each_change_is_pushed_whole(registry: MoodyRegistry, uplinks: Mesh) -> None:
+    source = SiteConfigSource()
+    policies, tenants = PolicyStore(registry, source.changed), TenantStore(registry, source.changed)
+    for store in (policies, tenants):
+        await store.start()
+    source.changed()  # nobody is there to tell
+    source.attach(uplinks.hub, policies, tenants)
+    told: list[uplink_pb2.SiteConfig] = []
+    site = uplinks.site("edge-1")
+
+    async def take(config: uplink_pb2.SiteConfig) -> None:
+        told.append(config)
+
+    site.on_config = take
+    await site.agent.start()
+    await until(lambda: len(told) == 1)
+
+    kept, kept_record = issue_key("acme", AccessRole.TENANT, created_unix_s=1)
+    _, gone = issue_key("acme", AccessRole.ADMIN, created_unix_s=1)
+    await tenants.change(lambda d: d.with_tenant(new_tenant("acme")).with_key(kept_record).with_key(gone))
+    await tenants.change(lambda d: d.with_revoked(gone.key_id))
+    await policies.put("acme", "version: 1", None)
+    await policies.put("other", "version: 1", None)
+    await policies.delete("other")
+    await until(lambda: told[-1].version >= 5 and [p.tenant for p in told[-1].policies] == ["acme"])
+    last = told[-1]
+    assert [(k.key_id, k.tenant, k.role) for k in last.keys] == [(kept_record.key_id, "acme", "tenant")]
+    assert [(s.tenant, len(s.secret)) for s in last.salts] == [("acme", 32)]
+    assert kept.split("_")[2].encode() not in last.SerializeToString()
+    assert [c.version for c in told] == sorted(c.version for c in told)
+    for store in (policies, tenants):
+        await store.close()
+
+
+TENANT = Principal(tenant="acme", role=AccessRole.TENANT, key_id="k")
+OPERATOR = Principal(tenant="ops", role=AccessRole.OPERATOR, key_id="k")
+
+
+@pytest.mark.parametrize(("who", "scope"), [(TENANT, "acme"), (OPERATOR, "")])
+async def test_a_request_that_entered_at_an_edge_is_moved_there(uplinks: Mesh, who: Principal, scope: str) -> None:
+    site = await uplinks.attach("edge-1")
+    mover = _Mover(MemoryMesh(entry="placement-1").door, uplinks.hub, place_of("placement-1"))
+    moved = await mover.migrate(who, admin_pb2.MigrateRequest(request_id="edge-1:abc", tier="core"))
+    assert moved.to_node_id == "core-1"
+    assert [(c.tenant, c.migrate.request_id, c.migrate.tier) for c in site.commands] == [(scope, "edge-1:abc", "core")]
+
+    async def refuse(command: uplink_pb2.Command) -> uplink_pb2.CommandResult:
+        raise NotFound("no request 'edge-1:abc' here")
+
+    site.on_command = refuse
+    with pytest.raises(NotFound):
+        await mover.migrate(who, admin_pb2.MigrateRequest(request_id="edge-1:abc", tier="core"))
+
+
+@pytest.mark.parametrize("request_id", ["placement-1:abc", "edge-9:abc", "nonsense", ""])
+async def test_other_requests_are_looked_for_here(request_id: str) -> None:
+    def never(context: object) -> object:
+        raise AssertionError
+
+    hub = UplinkHub(never)  # type: ignore[arg-type]
+    mover = _Mover(MemoryMesh(entry="placement-1").door, hub, place_of("placement-1"))
+    with pytest.raises(MeshError) as caught:
+        await mover.migrate(OPERATOR, admin_pb2.MigrateRequest(request_id=request_id, tier="core"))
+    assert isinstance(caught.value, NotFound)
