@@ -13,6 +13,7 @@ from gguf.quants import dequantize
 from mesh.errors import InvalidRequest
 from mesh.model.gguf_file import read_gguf
 
+_DESCRIBED = {"rope_freqs.weight"}  # mesh.model.description has read it: it is the RoPE scaling
 _PLAIN = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2"}
 
 
@@ -21,7 +22,7 @@ class GgufWeights:
 
     def __init__(self, path: Path) -> None:
         self._file = read_gguf(path)
-        self._tensors = {t.name: t for t in self._file.tensors}
+        self._tensors = {t.name: t for t in self._file.tensors if t.name not in _DESCRIBED}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

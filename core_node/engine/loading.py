@@ -13,7 +13,6 @@ from core_node.engine.core import EngineCore
 from core_node.engine.gguf_weights import GgufWeights
 from core_node.engine.kv_pool import KvPool
 from core_node.engine.llama import LlamaModel
-from core_node.engine.rope import inverse_frequencies
 from core_node.engine.runner import Runner
 from core_node.engine.safetensors_weights import SafetensorsWeights
 from core_node.engine.scheduler import SchedulerLimits
@@ -42,7 +41,6 @@ def load_engine(settings: CoreEngineSettings) -> EngineCore:
         torch.set_num_threads(settings.n_threads)
     device = _device(settings.device)
     description = describe(settings.model_path, model_id=settings.model_id)
-    inverse_frequencies(description.head_dim, description.rope_base, description.rope_scaling)
     tokenizer = load_tokenizer(settings.model_path)
     kv_dtype = settings.kv_dtype or KvDtype(settings.dtype)
     source = SafetensorsWeights(description) if settings.model_path.is_dir() else GgufWeights(settings.model_path)

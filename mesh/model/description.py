@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gguf.constants import LlamaFileType
+from gguf.constants import GGMLQuantizationType, LlamaFileType
 
 from mesh.errors import InvalidRequest
 from mesh.kv.geometry import KvGeometry
 from mesh.model.gguf_file import GgufFile, read_gguf
+from mesh.model.rope_scaling import recognise_llama3, scaling_text
 from mesh.model.vocabulary import Vocabulary, parse_object, read_text, vocabulary_of_folder, vocabulary_of_gguf
 
 SUPPORTED_ARCHITECTURES: Final = ("llama",)
@@ -132,7 +133,7 @@ def _describe_gguf(file: GgufFile, model_id: str | None, lineage: str | None) ->
         architecture=architecture, n_layers=file.integer(f"{a}.block_count"), hidden_size=hidden, n_heads=n_heads,
         n_kv_heads=file.integer(f"{a}.attention.head_count_kv", n_heads), head_dim=head_dim,
         ffn_size=file.integer(f"{a}.feed_forward_length"),
-        rope_base=file.number(f"{a}.rope.freq_base", 10_000.0), rope_scaling=_gguf_scaling(file, a),
+        rope_base=file.number(f"{a}.rope.freq_base", 10_000.0), rope_scaling=_gguf_scaling(file, a, head_dim),
         norm_eps=_short_float(file.number(f"{a}.attention.layer_norm_rms_epsilon")),
         context_tokens=file.integer(f"{a}.context_length"), tied_embeddings=file.tensor("output.weight") is None,
         weights_dtype=_gguf_dtype(file), chat_template=template or None,
@@ -205,13 +206,21 @@ def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", bare).strip("-") or "model"
 
 
-def _gguf_scaling(file: GgufFile, a: str) -> str:
+def _gguf_scaling(file: GgufFile, a: str, head_dim: int) -> str:
     kind = file.text(f"{a}.rope.scaling.type", "none")
-    if file.tensor("rope_freqs.weight") is not None:
-        kind = "per-frequency factors (rope_freqs.weight)"
-    if kind == "linear":
-        return _linear(file.number(f"{a}.rope.scaling.factor", 1.0))
-    return _only_known_scaling(kind, file.path)
+    if (divisors := file.tensor("rope_freqs.weight")) is not None:
+        text = None
+        if kind == "none" and divisors.ggml_type is GGMLQuantizationType.F32:
+            base = file.number(f"{a}.rope.freq_base", 10_000.0)
+            text = recognise_llama3(file.tensor_bytes(divisors).view("<f4"), head_dim, base)
+        if text is None:
+            raise InvalidRequest(
+                f"{file.path.name}: the RoPE divisors in rope_freqs.weight are not those of a known scaling",
+                field="model",
+            )
+        return text
+    parameters = {"factor": file.number(f"{a}.rope.scaling.factor", 1.0)} if kind == "linear" else {}
+    return _scaling(file.path, kind, parameters)
 
 
 def _hf_scaling(config: dict[str, Any], path: Path) -> str:
@@ -219,19 +228,18 @@ def _hf_scaling(config: dict[str, Any], path: Path) -> str:
     if not isinstance(scaling, dict):
         return "none"
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
-    if kind == "linear":
-        return _linear(_real(scaling, "factor", path, 1.0))
-    return _only_known_scaling("none" if kind == "default" else kind, path)
+    names = {"linear": ("factor",), "llama3": ("factor", "high_freq_factor", "low_freq_factor")}.get(kind, ())
+    parameters = {name: _real(scaling, name, path) for name in names}
+    if kind == "llama3":
+        parameters["original_context"] = _real(scaling, "original_max_position_embeddings", path)
+    return _scaling(path, "none" if kind == "default" else kind, parameters)
 
 
-def _linear(factor: float) -> str:
-    return "none" if factor == 1.0 else f"linear:factor={factor:g}"
-
-
-def _only_known_scaling(kind: str, path: Path) -> str:
-    if kind != "none":
-        raise InvalidRequest(f"{path.name}: RoPE scaling {kind} is not supported; linear is", field="model")
-    return "none"
+def _scaling(path: Path, kind: str, parameters: dict[str, float]) -> str:
+    try:
+        return scaling_text(kind, **parameters)
+    except InvalidRequest as exc:
+        raise InvalidRequest(f"{path.name}: {exc.message}", field="model") from exc
 
 
 def _gguf_dtype(file: GgufFile) -> str:
@@ -268,7 +276,7 @@ def _whole(config: dict[str, Any], key: str, path: Path, default: int | None = N
     return value
 
 
-def _real(config: dict[str, Any], key: str, path: Path, default: float) -> float:
+def _real(config: dict[str, Any], key: str, path: Path, default: float | None = None) -> float:
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{path}: {key} must be a number, it is {value!r}", field=key)

@@ -23,12 +23,16 @@ class Reference:
     head_dim: int
     rope_base: float
     norm_eps: float
+    inverse_frequencies: tuple[float, ...] | None = None  # None: those of rope_base, unscaled
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[n_tokens, vocab]: row i predicts token i + 1."""
         w, d, n = self.weights, self.head_dim, len(token_ids)
         x = w["model.embed_tokens.weight"][list(token_ids)]
-        angle = torch.arange(n)[:, None].double() * self.rope_base ** (-torch.arange(0, d, 2).double() / d)
+        frequencies = self.rope_base ** (-torch.arange(0, d, 2).double() / d)
+        if self.inverse_frequencies is not None:
+            frequencies = torch.tensor(self.inverse_frequencies, dtype=torch.float64)
+        angle = torch.arange(n)[:, None].double() * frequencies
         cos, sin = (f(torch.cat((angle, angle), -1)).to(x.dtype) for f in (torch.cos, torch.sin))
         past = torch.tril(torch.ones(n, n, dtype=torch.bool))
         for i in range(self.n_layers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import gguf.quants
@@ -24,6 +25,7 @@ from core_node.engine.weights import load_weights
 from mesh.errors import InvalidRequest
 from mesh.kv.geometry import KvDtype
 from mesh.model.description import describe
+from mesh.model.rope_scaling import inverse_frequencies, scaling_text
 from mesh.node.engine import RunId
 from tests.core_node.engine.checkpoints import TinyConfig, random_weights, write_folder, write_gguf
 from tests.core_node.engine.conftest import TINY, reference_of, tiny_settings
@@ -79,6 +81,27 @@ def test_a_bf16_folder(tiny_weights: dict[str, torch.Tensor], tmp_path: Path) ->
     want = reference_of(rounded, TINY).logits(PROMPT)[-1]
     got = engine_logits(write_folder(tmp_path / "hf", tiny_weights, TINY, dtype=torch.bfloat16))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_llama3_scaling_from_both_sources(tmp_path: Path) -> None:
+    """A folder gives the parameters, a GGUF the divisors; both mean the same layout and the same logits."""
+    config = TinyConfig(n_layers=2, rope_base=500_000.0)
+    weights = random_weights(config, seed=6)
+    published = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+    text = scaling_text("llama3", original_context=8192, **published)
+    plain = inverse_frequencies(config.head_dim, config.rope_base, "none")
+    scaled = inverse_frequencies(config.head_dim, config.rope_base, text)
+    extra = {"rope_freqs.weight": (plain / scaled).astype(np.float32)}
+    gguf_path = write_gguf(tmp_path / "m.gguf", weights, config, extra=extra)
+    folder = write_folder(tmp_path / "hf", weights, config)
+    values = json.loads((folder / "config.json").read_text())
+    values["rope_scaling"] = {"rope_type": "llama3", "original_max_position_embeddings": 8192, **published}
+    (folder / "config.json").write_text(json.dumps(values))
+    assert describe(gguf_path).geometry == describe(folder).geometry
+    assert describe(gguf_path).rope_scaling == text
+    want = replace(reference_of(weights, config), inverse_frequencies=tuple(scaled)).logits(PROMPT)[-1]
+    torch.testing.assert_close(engine_logits(gguf_path), want, atol=1e-4, rtol=1e-4)
+    assert torch.equal(engine_logits(gguf_path), engine_logits(folder))
 
 
 QUANTISED = [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
@@ -203,3 +226,9 @@ def test_a_rope_scaling_that_is_not_known(folder: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0}
     (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
     refused(folder, "yarn")
+
+
+def test_rope_divisors_that_are_not_known(tiny_weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    extra = {"rope_freqs.weight": np.linspace(1, 3, TINY.head_dim // 2, dtype=np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", tiny_weights, TINY, extra=extra)
+    refused(path, "not those of a known scaling")
