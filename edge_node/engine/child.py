@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import IO, Any, Final
 
 from edge_node.engine.arena import SLOTS, Arena
+from edge_node.engine.machine import openmp_environment
 from edge_node.engine.messages import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -74,7 +75,7 @@ class Child:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
         ours, theirs = socket.socketpair()
         with theirs:
-            process = _popen(theirs, arena, stderr)
+            process = _popen(theirs, arena, stderr, start.n_threads)
         child = cls(process, arena, stderr)
         child._pump = asyncio.create_task(child._serve(ours, start), name="llama.cpp reader")
         try:
@@ -214,7 +215,7 @@ class Child:
         return NodeUnreachable(f"the llama.cpp process ended: {cause}", cause=cause)
 
 
-def _popen(theirs: socket.socket, arena: Arena, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
+def _popen(theirs: socket.socket, arena: Arena, stderr: IO[bytes], n_threads: int) -> subprocess.Popen[bytes]:
     fds = (theirs.fileno(), arena.fd)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "edge_node.engine.worker", *map(str, fds)],
@@ -222,6 +223,7 @@ def _popen(theirs: socket.socket, arena: Arena, stderr: IO[bytes]) -> subprocess
         stdout=stderr,
         stderr=stderr,
         pass_fds=fds,
+        env=openmp_environment(n_threads),
     )
 
 

@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Final
 
+from edge_node.engine.machine import openmp_environment
 from mesh.errors import Internal, InvalidRequest, MeshError
 from mesh.kv.geometry import KvGeometry
 from mesh.model.description import describe
@@ -75,13 +76,22 @@ def run_self_test(model_path: Path, n_threads: int, timeout_s: float) -> SelfTes
     except MeshError as error:
         return SelfTestResult(outcome=SelfTestOutcome.BAD_MODEL, says=error.message, remedy=_ANOTHER_MODEL)
     command = (sys.executable, "-P", "-m", "edge_node.engine.selftest", str(model_path), str(n_threads))
-    return run_command(command, timeout_s)
+    return run_command(command, timeout_s, openmp_environment(n_threads))
 
 
-def run_command(command: Sequence[str], timeout_s: float) -> SelfTestResult:
+def run_command(
+    command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
+) -> SelfTestResult:
     """Run a self-test process and read what became of it."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+            env=environment,
+        )
     except subprocess.TimeoutExpired:
         return SelfTestResult(
             outcome=SelfTestOutcome.HUNG,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_node.engine.machine import available_bytes, usable_threads
+from edge_node.engine.machine import available_bytes, openmp_environment, usable_threads
 
 MIB = 1 << 20
 
@@ -63,3 +63,10 @@ def test_a_cpu_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gro
         (cgroup / name).mkdir(parents=True, exist_ok=True)
         (cgroup / name / "cpu.max").write_text(f"{quota}\n")
     assert usable_threads(proc, cgroup) == want
+
+
+def test_openmp_is_told_its_threads_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    environment = openmp_environment(3)
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["SOMETHING_ELSE"] == "1"
