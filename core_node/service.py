@@ -1,7 +1,7 @@
 """A core node as a process: the torch engine behind the node listener, registered with the mesh.
 
-Start: load, measure, listen, register, say ready. SIGTERM: take nothing new, let running requests end (their
-entries move them if they can), leave the registry, stop.
+Start: reach the registry, load, measure, listen, register, say ready. SIGTERM: take nothing new, let running
+requests end (their entries move them if they can), leave the registry, stop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mesh.node.grpc_port_transfer import grpc_dial
 from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
 from mesh.node.servicer import NodeServicer
-from mesh.process import announce_ready, prepare_state_folder, stop_signal
+from mesh.process import announce_ready, check_certificate, prepare_state_folder, stop_signal
 from mesh.registry.open import RemoteSettings
 from mesh.rpc.channel import node_channel
 from mesh.rpc.peer import peer_place
@@ -48,16 +48,12 @@ async def serve(settings: CoreSettings) -> None:
     credentials = NodeCredentials.load(settings.identity.folder)
     place = credentials.place
     configure_log(settings.log, node_id=place.node_id)
+    check_certificate(credentials)
     await asyncio.to_thread(prepare_state_folder, settings.state_folder)
     async with AsyncExitStack() as stack:
         node = node_server(str(settings.listeners.node), credentials)
         health, health_state = health_server(str(settings.listeners.health))
-        engine = CoreEngine(_engine_settings(settings))
-        stack.push_async_callback(engine.close)
-        await engine.start()
-        speeds = await engine.self_test()
-
-        peer = settings.placement
+        peer = settings.placement  # before the model is loaded: without a registry there is no use for it
         registry = choose_registry(
             settings.registry,
             RemoteSettings(address=str(peer.address), credentials=credentials, placement=peer.node_id),
@@ -67,6 +63,11 @@ async def serve(settings: CoreSettings) -> None:
         policies = PolicyReader(registry, on_change=lambda: None)
         await policies.start()
         stack.push_async_callback(policies.close)
+
+        engine = CoreEngine(_engine_settings(settings))
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        speeds = await engine.self_test()
 
         guard = BookGuard(lambda: policies.book)
         host = NodeHost(engine, NodeIdentity(place, credentials), guard, place)

@@ -11,9 +11,13 @@ import json
 import signal
 from collections.abc import Coroutine
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from mesh.errors import Unauthenticated
+from mesh.identity.ca import NodeCredentials
+from mesh.identity.certificates import check_issued, load_certificate
 from mesh.identity.files import make_private_folder, write_private
 from mesh.telemetry.log import get_logger
 
@@ -26,6 +30,19 @@ def prepare_state_folder(folder: Path) -> None:
     make_private_folder(folder)
     with suppress(FileNotFoundError):
         (folder / READY_FILE).unlink()
+
+
+def check_certificate(credentials: NodeCredentials) -> None:
+    """Raise Unauthenticated unless the own certificate is of its authority and valid now: better at the start than
+    as handshakes that fail for no visible reason."""
+    try:
+        check_issued(
+            load_certificate(credentials.cert_pem, "the node certificate"),
+            load_certificate(credentials.ca_pem, "the CA"),
+            datetime.now(UTC),
+        )
+    except Unauthenticated as error:
+        raise Unauthenticated(f"{error.message}; issue a new one with `kvmesh ca`") from error
 
 
 def announce_ready(folder: Path, **facts: Any) -> None:

@@ -20,7 +20,7 @@ from edge_node.agent.world import EdgeWorld
 from edge_node.engine.engine import EdgeEngine
 from edge_node.engine.settings import EdgeEngineSettings
 from mesh import __version__
-from mesh.errors import NotImplementedHere, PayloadCorrupt
+from mesh.errors import NotImplementedHere, PayloadCorrupt, Unauthenticated
 from mesh.http.app import create_app
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
@@ -31,7 +31,7 @@ from mesh.node.engine import EngineLoad
 from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
 from mesh.node.local_port import LocalPort
-from mesh.process import announce_ready, prepare_state_folder, stop_signal
+from mesh.process import announce_ready, check_certificate, prepare_state_folder, stop_signal
 from mesh.rpc.channel import node_channel
 from mesh.rpc.server import health_server
 from mesh.rpc.uplink.agent import UplinkAgent
@@ -61,6 +61,10 @@ async def serve(settings: EdgeSettings) -> None:
     place = credentials.place
     identity = NodeIdentity(place, credentials)
     configure_log(settings.log, node_id=place.node_id)
+    try:
+        check_certificate(credentials)
+    except Unauthenticated as error:  # the mesh will not have it, its own site's clients need it all the same
+        log.error("certificate_not_valid", reason=error.reason, error=error.message)
     await asyncio.to_thread(prepare_state_folder, settings.state_folder)
     async with AsyncExitStack() as stack:
         site = SiteConfig(settings.state_folder / _SITE_CONFIG_FILE)

@@ -6,18 +6,29 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from mesh.errors import InvalidRequest, Overloaded
+from mesh.errors import InvalidRequest, Overloaded, Unauthenticated
 from mesh.identity import files
+from mesh.identity.ca import CertificateAuthority
 from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
-from mesh.process import READY_FILE, announce_ready, background, prepare_state_folder, stop_signal
+from mesh.process import (
+    READY_FILE,
+    announce_ready,
+    background,
+    check_certificate,
+    prepare_state_folder,
+    stop_signal,
+)
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fake_node import CORE, FakeGuard, FakeSigner, until
+from tests.fakes.mesh import place_of
 
 
 def test_the_state_folder_is_private_and_forgets_an_old_readiness(tmp_path: Path) -> None:
@@ -103,3 +114,17 @@ async def test_the_load_watch_outlives_an_engine_that_restarts() -> None:
     await until(lambda: len(seen) > count)
     await watch.close()
     await host.close()
+
+
+def test_an_own_certificate_that_is_not_valid(tmp_path: Path) -> None:
+    authority = CertificateAuthority.create_or_load(tmp_path / "ca", "toy")
+    check_certificate(authority.issue(place_of("core-1")))
+    month = timedelta(days=30)
+    for now in (datetime.now(UTC) - month, datetime.now(UTC) + month):
+        credentials = authority.issue(place_of("core-1"), lifetime=timedelta(days=1), now=now)
+        with pytest.raises(Unauthenticated, match=r"the node's certificate is valid from .*; issue a new one"):
+            check_certificate(credentials)
+    stranger = CertificateAuthority.create_or_load(tmp_path / "other", "toy")
+    mixed = replace(authority.issue(place_of("core-1")), ca_pem=stranger.ca_pem)
+    with pytest.raises(Unauthenticated, match="not issued by this mesh's authority"):
+        check_certificate(mixed)
