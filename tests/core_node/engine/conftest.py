@@ -14,6 +14,12 @@ from tests.core_node.engine.reference import Reference
 TINY = TinyConfig()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """For the reference passes on the test's own thread: torch's threads spin, and tests share few cores."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def tiny_weights() -> dict[str, torch.Tensor]:
     return random_weights(TINY)
