@@ -1,7 +1,7 @@
 """The Engine interface: what the rest of a node may ask of the thing that computes tokens.
 
 Two engines implement it: core_node.engine (torch, paged KV) and edge_node.engine (llama.cpp in a child
-process). tests/conformance/engine.py holds both to what is written here. Every method may be called from the
+process). tests/conformance/engine_suite.py holds both to what is written here. Every method may be called from the
 event loop only; an engine does its work on its own thread or process.
 
 Positions are absolute: position i is token_ids[i]. A *run* computes tokens; a *hold* is KV that stays in the
