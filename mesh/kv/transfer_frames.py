@@ -26,12 +26,13 @@ class Offer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Want:
     """From the receiver, first: send from this position on, it has the rest; and what its engine is, so that the
-    sender refuses what does not fit before it computes or sends anything."""
+    sender refuses what does not fit before it computes or sends anything; and how much may be under way to it."""
 
     from_position: int
     layout_hash: str
     weights_lineage: str
     dtype: KvDtype
+    window_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 
-from mesh.errors import NodeUnreachable
+from mesh.errors import Internal, NodeUnreachable
 from mesh.identity.place import Place
 from mesh.node.host_frames import Dial, HostFrame
 from mesh.node.port import Peer
@@ -35,8 +35,6 @@ def grpc_dial(channel: DialChannel) -> Dial:
             call = node_pb2_grpc.NodeStub(connection).TransferKv()
             try:
                 yield _DialledStream(peer.place, call)
-            except asyncio.CancelledError:
-                raise
             except BaseException:
                 await _hang_up(call, _SHORT_GOODBYE_S)
                 raise
@@ -65,8 +63,13 @@ class _DialledStream:
         self._call = call
 
     async def send(self, frame: HostFrame) -> None:
-        with self._errors():
-            await self._call.write(node_pb2.TransferKvRequest(frame=frame_to_wire(frame)))
+        try:
+            with self._errors():
+                await self._call.write(node_pb2.TransferKvRequest(frame=frame_to_wire(frame)))
+        except Internal as exc:
+            # grpc says so too of a write at the very moment in which the connection breaks; what the peer itself has
+            # to say is heard by reading.
+            raise self._gone() from exc
 
     async def recv(self) -> HostFrame:
         with self._errors():

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from mesh.errors import InvalidRequest, MeshError
 from mesh.identity.place import Place
+from mesh.kv.transfer_window import WINDOW_BYTES
 from mesh.node.engine import Engine, EngineInfo, EngineLoad, Finished, Held, Prefilled, RunEvent, RunId, Tokens
 from mesh.node.host_counters import HostStatistics
 from mesh.node.host_desk import Desk
-from mesh.node.host_frames import Dial, FrameStream, KvOpen
+from mesh.node.host_frames import Dial, FrameStream, HostFrame
 from mesh.node.host_ledger import Phase
-from mesh.node.host_moves import Moves
+from mesh.node.host_moves import Moves, MoveSettings
 from mesh.node.host_runs import HostRun
 from mesh.node.legs import Clock, Signer, sign_leg
 from mesh.node.port import (
@@ -38,12 +39,18 @@ from mesh.node.port import (
 class HostSettings:
     """`hold_timeout_s`: a hold that nobody continues, ships or releases is freed after this. `idle_timeout_s`: a
     peer of a transfer that does not go on for this long is given up (a receiver waits so long for a prefill that
-    is queued at the source). `kv_lifetime_s`: what manifests say. `pause_below_tokens`: see MovingSource."""
+    is queued at the source). `kv_lifetime_s`: what manifests say.
+    `resume_timeout_s`: both ends of a transfer whose connection broke keep it so long for another one (0: it fails
+    at once). `window_bytes`: most of a transfer that may be under way, which bounds the memory of both ends beside
+    one chunk. `pause_tokens`: a run that
+    moves is paused when its rest can be shipped in the time of so many tokens."""
 
     hold_timeout_s: float = 60.0
     idle_timeout_s: float = 60.0
     kv_lifetime_s: float = 600.0
-    pause_below_tokens: int = 64
+    resume_timeout_s: float = 10.0
+    window_bytes: int = WINDOW_BYTES
+    pause_tokens: float = 2.0
 
 
 class NodeHost:
@@ -66,9 +73,13 @@ class NodeHost:
         self._desk = Desk(engine, identity, guard, clock or Clock(), hold_timeout_s=settings.hold_timeout_s)
         self._moves = Moves(
             self._desk,
-            idle_timeout_s=settings.idle_timeout_s,
-            kv_lifetime_s=settings.kv_lifetime_s,
-            pause_below_tokens=settings.pause_below_tokens,
+            MoveSettings(
+                idle_timeout_s=settings.idle_timeout_s,
+                kv_lifetime_s=settings.kv_lifetime_s,
+                resume_timeout_s=settings.resume_timeout_s,
+                window_bytes=settings.window_bytes,
+                pause_tokens=settings.pause_tokens,
+            ),
         )
 
     @property
@@ -141,9 +152,11 @@ class NodeHost:
         """Move KV as the dialling side; see NodePort.move_kv."""
         return await self._moves.move_kv(order, dial)
 
-    async def serve_transfer(self, opening: KvOpen, stream: FrameStream) -> KvReport:
-        """Do a transfer as the dialled side; `opening` is the first frame of `stream`."""
-        return await self._moves.serve_transfer(opening, stream)
+    async def serve_transfer(self, first: HostFrame, stream: FrameStream) -> None:
+        """Do a transfer as the dialled side, or go on with one; `first` is the first frame of `stream`. Returns or
+        raises when the stream is of no more use; cancelling this means that the stream is gone, and the transfer
+        waits for another one for a while."""
+        await self._moves.serve_transfer(first, stream)
 
     async def drain(self) -> None:
         """Take nothing new; return when all runs and transfers have ended. Holds are freed then. Bound it with a

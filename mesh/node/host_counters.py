@@ -30,6 +30,7 @@ class HostStatistics:
     running: int
     holds: int
     transfers: int
+    transfers_resumed_total: int = 0
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class Counters:
     received_tokens: int = 0
     skipped_tokens: int = 0
     holds_expired: int = 0
+    resumed: int = 0
 
     def run_failed(self, error: MeshError) -> None:
         self.run_failures[error.reason] += 1
@@ -86,4 +88,5 @@ class Counters:
             running=running,
             holds=holds,
             transfers=transfers,
+            transfers_resumed_total=self.resumed,
         )

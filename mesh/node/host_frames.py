@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from mesh.identity.place import Place
@@ -29,9 +29,10 @@ class KvOpen:
     token_ids: tuple[int, ...]
     max_tokens: int
     codec: str
+    token: bytes = field(default=b"", repr=False)  # 32 random bytes; who has them may resume the transfer
 
     @classmethod
-    def of(cls, order: KvOrder) -> KvOpen:
+    def of(cls, order: KvOrder, *, token: bytes = b"") -> KvOpen:
         """All of the order but the peer: what the dialling node itself works with."""
         return cls(
             transfer_id=order.transfer_id,
@@ -42,6 +43,7 @@ class KvOpen:
             token_ids=order.token_ids,
             max_tokens=order.max_tokens,
             codec=order.codec,
+            token=token,
         )
 
     def for_peer(self) -> KvOpen:
@@ -57,10 +59,35 @@ class KvOpen:
             token_ids=() if pull else self.token_ids,
             max_tokens=self.max_tokens,
             codec=self.codec,
+            token=self.token,
         )
 
 
-HostFrame = KvOpen | Frame
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """First on a new connection after a broken one: which transfer, and how many frames had come to the dialling
+    end. `token` is that of the open frame."""
+
+    transfer_id: str
+    token: bytes = field(repr=False)
+    received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The answer: how many frames had come to the dialled end."""
+
+    received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """From either end, not counted itself: so many of your frames were used in all."""
+
+    consumed: int
+
+
+HostFrame = KvOpen | Resume | Resumed | Ack | Frame
 
 
 class FrameStream(Protocol):

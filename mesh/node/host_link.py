@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
-from mesh.errors import Cancelled, Internal, InvalidRequest, MeshError, NodeUnreachable
+from mesh.errors import Cancelled, Internal, MeshError, NodeUnreachable
 from mesh.kv.transfer import Sender, State
 from mesh.kv.transfer_frames import Abort, Frame
-from mesh.node.host_frames import FrameStream, HostFrame, KvOpen
+from mesh.node.host_session import Session
 
 _T = TypeVar("_T")
 
@@ -18,27 +18,37 @@ _LAST_WORD_S = 1.0  # for an Abort to go out, or for the peer's to come in
 
 
 class Link:
-    """A FrameStream whose waits for the peer are at most `idle_timeout_s` each; then NodeUnreachable."""
+    """A session whose waits for the peer are at most `idle_timeout_s` each; then NodeUnreachable."""
 
-    def __init__(self, stream: FrameStream, *, idle_timeout_s: float) -> None:
-        self._stream = stream
+    def __init__(self, session: Session, *, idle_timeout_s: float) -> None:
+        self._session = session
         self._idle_timeout_s = idle_timeout_s
         self._aborted = False
-        self.peer_place = stream.peer_place
+        self.peer_place = session.peer_place
 
-    async def send(self, frame: HostFrame) -> None:
-        await self.patiently(self._stream.send(frame))
+    @property
+    def window_bytes(self) -> int:
+        """What may be under way to this end."""
+        return self._session.window_bytes
+
+    def grant(self, window_bytes: int) -> None:
+        """The peer takes no more than this under way."""
+        self._session.sending.grant(window_bytes)
+
+    async def send(self, frame: Frame) -> None:
+        await self.patiently(self._session.send(frame))
+
+    async def settled(self) -> None:
+        """Until the peer has used all that was sent, or is gone."""
+        await self.patiently(self._session.settled())
 
     async def recv(self) -> Frame:
         """The next frame of the transfer, which is due now."""
         return await self.patiently(self.recv_sometime())
 
     async def recv_sometime(self) -> Frame:
-        """The next frame, however long it takes. A second open is refused."""
-        frame = await self._stream.recv()
-        if isinstance(frame, KvOpen):
-            raise InvalidRequest("a KV transfer is opened once", field="frame")
-        return frame
+        """The next frame, however long it takes."""
+        return await self._session.recv()
 
     async def patiently(self, work: Awaitable[_T]) -> _T:
         """Something that is the peer's turn to let happen."""
@@ -62,7 +72,7 @@ class Link:
             error = Internal("the peer failed by a bug; its log has it")
         with contextlib.suppress(MeshError, TimeoutError):
             async with asyncio.timeout(_LAST_WORD_S):
-                await self._stream.send(Abort.of(error))
+                await self._session.send(Abort.of(error))
 
 
 class Inbox:

@@ -6,42 +6,61 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from mesh.errors import Cancelled, Expired, InvalidRequest, MeshError, PolicyDenied, Unauthenticated
+from mesh.errors import AlreadyExists, Cancelled, Expired, InvalidRequest, MeshError, NotFound, PolicyDenied
+from mesh.identity.place import Place
 from mesh.kv.hashing import BLOCK_TOKENS
+from mesh.kv.precopy import Precopy
 from mesh.node.host_checks import check_model
 from mesh.node.host_desk import Desk
-from mesh.node.host_frames import Dial, FrameStream, KvOpen
+from mesh.node.host_frames import Dial, FrameStream, HostFrame, KvOpen, Resume
 from mesh.node.host_ledger import Entry, Owner, Phase
 from mesh.node.host_link import Link
+from mesh.node.host_session import Session
+from mesh.node.host_session_ends import DiallingSession, ServedSession
 from mesh.node.host_sources import HeldSource, MovingSource, PrefillSource, Source, shippable_tokens
 from mesh.node.host_transfer import TransferParts, receive, send
 from mesh.node.port import KvDirection, KvOrder, KvReport
 from mesh.telemetry.log import get_logger
 
 log = get_logger(__name__)
+TOKEN_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveSettings:
+    """Those of HostSettings that concern transfers."""
+
+    idle_timeout_s: float
+    kv_lifetime_s: float
+    resume_timeout_s: float
+    window_bytes: int
+    pause_tokens: float
 
 
 class Moves:
     """Owned by the NodeHost."""
 
-    def __init__(self, desk: Desk, *, idle_timeout_s: float, kv_lifetime_s: float, pause_below_tokens: int) -> None:
+    def __init__(self, desk: Desk, settings: MoveSettings) -> None:
         self._desk = desk
-        self._idle_timeout_s = idle_timeout_s
-        self._pause_below_tokens = pause_below_tokens
+        self._settings = settings
         self._parts = TransferParts(
             engine=desk.engine,
             ledger=desk.ledger,
             guard=desk.guard,
             signer=desk.identity,
             clock=desk.clock,
-            kv_lifetime_s=kv_lifetime_s,
+            kv_lifetime_s=settings.kv_lifetime_s,
             free=desk.free,
         )
         self._transfers: set[asyncio.Task[Any]] = set()
+        self._served: dict[tuple[str, str], tuple[ServedSession, asyncio.Task[KvReport]]] = {}  # by peer and transfer
 
     def __len__(self) -> int:
         """Transfers that go on now."""
@@ -57,26 +76,75 @@ class Moves:
 
     async def move_kv(self, order: KvOrder, dial: Dial) -> KvReport:
         """Move KV as the dialling side; see NodePort.move_kv."""
-        opening = KvOpen.of(order)
+        opening = KvOpen.of(order, token=secrets.token_bytes(TOKEN_BYTES))
         async with self._transfer(opening):
             if order.direction is KvDirection.PULL:
                 self._check_target(opening)
                 if order.source.prefill is not None:  # the order carries the prompt
                     self._desk.guard.check_prompt(order.context, order.peer.place)
-                async with dial(order.peer) as stream, self._link(stream) as link:
-                    self._check_peer(order, link)
-                    await link.send(opening.for_peer())
+            else:
+                self._desk.guard.check_kv(order.context, order.peer.place)  # before the ids of its tokens leave
+                self._check_source(opening)
+            session = DiallingSession(
+                dial,
+                order.peer,
+                opening,
+                window_bytes=self._settings.window_bytes,
+                resume_timeout_s=self._settings.resume_timeout_s,
+            )
+            async with self._link(session) as link:
+                if order.direction is KvDirection.PULL:
                     return await self._receive(opening, link)
-            self._desk.guard.check_kv(order.context, order.peer.place)  # before the ids of its tokens leave
-            self._check_source(opening)
-            async with dial(order.peer) as stream, self._link(stream) as link:
-                self._check_peer(order, link)
-                await link.send(opening.for_peer())
                 return await self._send(opening, link)
 
-    async def serve_transfer(self, opening: KvOpen, stream: FrameStream) -> KvReport:
-        """Do a transfer as the dialled side; `opening` is the first frame of `stream`."""
-        async with self._transfer(opening), self._link(stream) as link:
+    async def serve_transfer(self, first: HostFrame, stream: FrameStream) -> None:
+        """Do a transfer as the dialled side, or go on with one; see NodeHost.serve_transfer."""
+        match first:
+            case KvOpen():
+                session, work = self._serve(first, stream)
+                await session.carry(stream, None, work)
+            case Resume():
+                session, work = self._parked(first, stream.peer_place)
+                await session.carry(stream, first.received, work)
+            case _:
+                raise InvalidRequest("a KV transfer starts with an open or resume frame", field="frame")
+
+    def _serve(self, opening: KvOpen, stream: FrameStream) -> tuple[ServedSession, asyncio.Task[KvReport]]:
+        """Start a transfer that may outlive its stream."""
+        key = (stream.peer_place.node_id, opening.transfer_id)
+        if key in self._served:
+            raise AlreadyExists(f"the transfer {opening.transfer_id!r} goes on already", field="transfer_id")
+        # Without a token nobody can resume it.
+        resume_timeout_s = self._settings.resume_timeout_s if len(opening.token) == TOKEN_BYTES else 0.0
+        session = ServedSession(
+            stream.peer_place,
+            opening,
+            window_bytes=self._settings.window_bytes,
+            resume_timeout_s=resume_timeout_s,
+        )
+        work = asyncio.create_task(self._work(opening, session), name=f"kv:{opening.transfer_id}")
+        self._served[key] = session, work
+        work.add_done_callback(lambda _: self._end(key))
+        return session, work
+
+    def _end(self, key: tuple[str, str]) -> None:
+        _, work = self._served.pop(key)
+        if not work.cancelled():
+            work.exception()  # who dialled may be gone; it was counted and logged
+
+    def _parked(self, resume: Resume, peer: Place) -> tuple[ServedSession, asyncio.Task[KvReport]]:
+        found = self._served.get((peer.node_id, resume.transfer_id))
+        if (
+            found is None
+            or found[0].peer_place != peer
+            or not hmac.compare_digest(found[0].token, resume.token)
+            or len(resume.token) != TOKEN_BYTES
+        ):
+            raise NotFound(f"there is no transfer {resume.transfer_id!r} to resume here", field="transfer_id")
+        return found
+
+    async def _work(self, opening: KvOpen, session: ServedSession) -> KvReport:
+        async with self._transfer(opening), self._link(session) as link:
             if opening.direction is KvDirection.PUSH:
                 self._check_target(opening)
                 return await self._receive(opening, link)
@@ -121,21 +189,18 @@ class Moves:
             self._desk.change()
 
     @asynccontextmanager
-    async def _link(self, stream: FrameStream) -> AsyncIterator[Link]:
-        """The stream, whose peer is told whatever goes wrong here."""
-        link = Link(stream, idle_timeout_s=self._idle_timeout_s)
+    async def _link(self, session: Session) -> AsyncIterator[Link]:
+        """The session while it is needed; its peer is told whatever goes wrong here."""
         try:
-            yield link
-        except BaseException as exc:
-            await link.abort(exc)
-            raise
-
-    def _check_peer(self, order: KvOrder, link: Link) -> None:
-        if link.peer_place != order.peer.place:
-            raise Unauthenticated(
-                f"{order.peer.address} is {link.peer_place.uri}, not {order.peer.place.uri}",
-                node=link.peer_place.node_id,
-            )
+            async with session:
+                link = Link(session, idle_timeout_s=self._settings.idle_timeout_s)
+                try:
+                    yield link
+                except BaseException as exc:
+                    await link.abort(exc)
+                    raise
+        finally:
+            self._desk.counters.resumed += session.resumed
 
     def _check_target(self, opening: KvOpen) -> None:
         self._desk.refuse_if_draining()
@@ -192,8 +257,8 @@ class Moves:
                     f"{entry.run_id!r} was imported with tokens that are not known here yet", field="source_run_id"
                 )
             if opening.source.pause:
-                below = self._pause_below_tokens
-                yield MovingSource(self._desk.engine, entry, kv_tokens, pause_below_tokens=below)
+                precopy = Precopy(pause_tokens=self._settings.pause_tokens)
+                yield MovingSource(self._desk.engine, entry, kv_tokens, precopy)
             else:
                 yield HeldSource(entry, kv_tokens)
         finally:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from mesh.errors import NotFound, StalePlan
 from mesh.identity.signing import SignedRecord
+from mesh.kv.precopy import Precopy
 from mesh.node.engine import Engine, Held
 from mesh.node.host_ledger import Entry, Phase
 from mesh.node.host_runs import HostRun
@@ -26,8 +27,10 @@ class Ready:
 
 
 class Source(Protocol):
-    """One source, for one transfer. `count_tokens`: positions that are promised in the offer."""
+    """One source, for one transfer. `count_tokens`: positions that are promised in the offer. `settles`: `next` is to
+    be asked only when the receiver has all that was shipped before."""
 
+    settles: bool
     entry: Entry
     count_tokens: int
 
@@ -44,6 +47,8 @@ class Source(Protocol):
 class HeldSource:
     """KV that is there."""
 
+    settles: bool = False
+
     def __init__(self, entry: Entry, kv_tokens: int) -> None:
         self.entry = entry
         self.count_tokens = kv_tokens
@@ -57,6 +62,8 @@ class HeldSource:
 
 class PrefillSource:
     """A prefill of this transfer's own."""
+
+    settles: bool = False
 
     def __init__(self, run: HostRun, signer: Signer) -> None:
         self.entry = run.entry
@@ -80,23 +87,23 @@ class PrefillSource:
 
 
 class MovingSource:
-    """A run that goes on while it is shipped. It is paused once less than `pause_below_tokens` are left to ship, or
-    when shipping does not keep up with decoding; the rest is shipped from the hold that it becomes."""
+    """A run that goes on while it is shipped, round by round (mesh.kv.precopy), and is then paused; the rest is
+    shipped from the hold that it becomes."""
 
-    def __init__(self, engine: Engine, entry: Entry, kv_tokens: int, *, pause_below_tokens: int) -> None:
+    settles: bool = True
+
+    def __init__(self, engine: Engine, entry: Entry, kv_tokens: int, precopy: Precopy) -> None:
         self.entry = entry
         self.count_tokens = kv_tokens
         self._engine = engine
-        self._pause_below_tokens = pause_below_tokens
-        self._last_rest: int | None = None
+        self._precopy = precopy
 
     async def next(self, position: int) -> Ready:
         if self.entry.phase is Phase.RUNNING:
-            kv_tokens = await shippable_tokens(self._engine, self.entry)
-            rest = kv_tokens - position
-            if rest >= self._pause_below_tokens and (self._last_rest is None or rest < self._last_rest):
-                self._last_rest = rest
-                return Ready(kv_tokens, last=False)
+            rest = await shippable_tokens(self._engine, self.entry) - position
+            size = self._precopy.next_round(rest)
+            if size:
+                return Ready(position + size, last=False)
             await self._pause()
         return Ready(max(position, _held_tokens(self.entry)), last=True)
 

@@ -84,11 +84,14 @@ class _Outgoing:
     async def run(self, open_source: OpenSource) -> KvReport:
         sender = self._sender
         await self.inbox.reached(State.WANTED)
+        self._link.grant(sender.wanted.window_bytes)
         codec = self._agreed_codec()
         async with open_source(self._order, sender.first_wanted) as source:
             await self._link.send(sender.offer(self._manifest(source, codec.name)))
             last = False
             while not last:
+                if source.settles:
+                    await self._link.settled()
                 ready = await source.next(sender.position)
                 last = ready.last
                 for _, stop in chunk_ranges(sender.position, ready.stop):
@@ -243,6 +246,7 @@ class _Incoming:
             layout_hash=self._info.geometry.layout_hash,
             weights_lineage=self._info.weights_lineage,
             dtype=self._info.kv_dtype,
+            window_bytes=self._link.window_bytes,
         )
 
     def _check_wanted(self) -> None:

@@ -12,12 +12,12 @@ from contextlib import aclosing
 
 import grpc.aio
 
-from mesh.errors import InvalidRequest, NodeUnreachable, NotImplementedHere, PolicyDenied
+from mesh.errors import NodeUnreachable, NotImplementedHere, PolicyDenied
 from mesh.identity.place import Place, Role
 from mesh.node import wire_bounds as bounds
 from mesh.node.engine import RunId
 from mesh.node.host import NodeHost
-from mesh.node.host_frames import Dial, HostFrame, KvOpen
+from mesh.node.host_frames import Dial, HostFrame
 from mesh.node.port import WorkContext
 from mesh.node.wire import event_to_wire, load_to_wire, order_from_wire, place_to_wire
 from mesh.node.wire_kv import frame_from_wire, frame_to_wire, kv_order_from_wire, report_to_wire
@@ -82,10 +82,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self, request_iterator: AsyncIterator[node_pb2.TransferKvRequest], context: grpc.aio.ServicerContext
     ) -> None:
         stream = _ServedStream(self._caller(context), request_iterator, context)
-        opening = await stream.recv()
-        if not isinstance(opening, KvOpen):
-            raise InvalidRequest("a KV transfer starts with an open frame", field="frame")
-        await self._host.serve_transfer(opening, stream)
+        await self._host.serve_transfer(await stream.recv(), stream)
 
     async def MoveKv(
         self, request: node_pb2.MoveKvRequest, context: grpc.aio.ServicerContext

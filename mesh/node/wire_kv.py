@@ -13,7 +13,7 @@ from mesh.kv.manifest import KvManifest
 from mesh.kv.transfer_frames import Abort, Chunk, Commit, Done, Offer, Piece, Want
 from mesh.node import wire_bounds as bounds
 from mesh.node.engine import RunId
-from mesh.node.host_frames import HostFrame, KvOpen
+from mesh.node.host_frames import Ack, HostFrame, KvOpen, Resume, Resumed
 from mesh.node.port import KvDirection, KvOrder, KvReport, KvSource, Peer
 from mesh.node.wire import (
     context_from_wire,
@@ -71,6 +71,13 @@ def frame_to_wire(frame: HostFrame) -> node_pb2.KvFrame:
             return node_pb2.KvFrame(done=node_pb2.KvDone(tokens=frame.tokens))
         case Abort():
             return node_pb2.KvFrame(abort=node_pb2.KvAbort(reason=frame.reason, message=frame.message))
+        case Ack():
+            return node_pb2.KvFrame(ack=node_pb2.KvAck(consumed_frames=frame.consumed))
+        case Resume():
+            resume = node_pb2.KvResume(transfer_id=frame.transfer_id, token=frame.token, received_frames=frame.received)
+            return node_pb2.KvFrame(resume=resume)
+        case Resumed():
+            return node_pb2.KvFrame(resumed=node_pb2.KvResumed(received_frames=frame.received))
 
 
 def frame_from_wire(message: node_pb2.KvFrame) -> HostFrame:
@@ -105,6 +112,17 @@ def frame_from_wire(message: node_pb2.KvFrame) -> HostFrame:
             return Done(message.done.tokens)
         case "abort":
             return Abort(reason=message.abort.reason, message=message.abort.message)
+        case "ack":
+            return Ack(message.ack.consumed_frames)
+        case "resume":
+            resume = message.resume
+            return Resume(
+                transfer_id=bounds.name("transfer_id", resume.transfer_id),
+                token=resume.token,
+                received=resume.received_frames,
+            )
+        case "resumed":
+            return Resumed(message.resumed.received_frames)
         case _:
             raise RevisionMismatch("a frame of a KV transfer is of a kind that this build does not know")
 
@@ -116,6 +134,7 @@ def want_to_wire(want: Want) -> node_pb2.KvWant:
         layout_hash=want.layout_hash,
         weights_lineage=want.weights_lineage,
         dtype=want.dtype.value,
+        window_bytes=want.window_bytes,
     )
 
 
@@ -126,6 +145,7 @@ def want_from_wire(message: node_pb2.KvWant) -> Want:
         layout_hash=bounds.name("layout_hash", message.layout_hash),
         weights_lineage=bounds.name("weights_lineage", message.weights_lineage),
         dtype=_dtype_from_wire(message.dtype),
+        window_bytes=message.window_bytes,
     )
 
 
@@ -188,6 +208,7 @@ def open_to_wire(opening: KvOpen) -> node_pb2.KvOpen:
         tokens=common_pb2.TokenIds(ids=opening.token_ids),
         max_tokens=opening.max_tokens,
         codec=opening.codec,
+        token=opening.token,
     )
 
 
@@ -214,6 +235,7 @@ def open_from_wire(message: node_pb2.KvOpen) -> KvOpen:
         token_ids=bounds.token_ids("tokens", message.tokens.ids),
         max_tokens=message.max_tokens,
         codec=bounds.name("codec", message.codec),
+        token=message.token,
     )
 
 

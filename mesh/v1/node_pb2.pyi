@@ -138,7 +138,7 @@ class TransferKvResponse(_message.Message):
     def __init__(self, frame: _Optional[_Union[KvFrame, _Mapping]] = ...) -> None: ...
 
 class KvFrame(_message.Message):
-    __slots__ = ("open", "offer", "want", "chunk", "piece", "commit", "done", "abort")
+    __slots__ = ("open", "offer", "want", "chunk", "piece", "commit", "done", "abort", "ack", "resume", "resumed")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     WANT_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,9 @@ class KvFrame(_message.Message):
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     open: KvOpen
     offer: KvOffer
     want: KvWant
@@ -155,10 +158,13 @@ class KvFrame(_message.Message):
     commit: KvCommit
     done: KvDone
     abort: KvAbort
-    def __init__(self, open: _Optional[_Union[KvOpen, _Mapping]] = ..., offer: _Optional[_Union[KvOffer, _Mapping]] = ..., want: _Optional[_Union[KvWant, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., piece: _Optional[_Union[KvPiece, _Mapping]] = ..., commit: _Optional[_Union[KvCommit, _Mapping]] = ..., done: _Optional[_Union[KvDone, _Mapping]] = ..., abort: _Optional[_Union[KvAbort, _Mapping]] = ...) -> None: ...
+    ack: KvAck
+    resume: KvResume
+    resumed: KvResumed
+    def __init__(self, open: _Optional[_Union[KvOpen, _Mapping]] = ..., offer: _Optional[_Union[KvOffer, _Mapping]] = ..., want: _Optional[_Union[KvWant, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., piece: _Optional[_Union[KvPiece, _Mapping]] = ..., commit: _Optional[_Union[KvCommit, _Mapping]] = ..., done: _Optional[_Union[KvDone, _Mapping]] = ..., abort: _Optional[_Union[KvAbort, _Mapping]] = ..., ack: _Optional[_Union[KvAck, _Mapping]] = ..., resume: _Optional[_Union[KvResume, _Mapping]] = ..., resumed: _Optional[_Union[KvResumed, _Mapping]] = ...) -> None: ...
 
 class KvOpen(_message.Message):
-    __slots__ = ("transfer_id", "direction", "context", "source_run_id", "prefill", "pause", "target_run_id", "tokens", "max_tokens", "codec")
+    __slots__ = ("transfer_id", "direction", "context", "source_run_id", "prefill", "pause", "target_run_id", "tokens", "max_tokens", "codec", "token")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +175,7 @@ class KvOpen(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     direction: KvDirection
     context: WorkContext
@@ -179,7 +186,8 @@ class KvOpen(_message.Message):
     tokens: _common_pb2.TokenIds
     max_tokens: int
     codec: str
-    def __init__(self, transfer_id: _Optional[str] = ..., direction: _Optional[_Union[KvDirection, str]] = ..., context: _Optional[_Union[WorkContext, _Mapping]] = ..., source_run_id: _Optional[str] = ..., prefill: _Optional[_Union[RunOrder, _Mapping]] = ..., pause: _Optional[bool] = ..., target_run_id: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ..., codec: _Optional[str] = ...) -> None: ...
+    token: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., direction: _Optional[_Union[KvDirection, str]] = ..., context: _Optional[_Union[WorkContext, _Mapping]] = ..., source_run_id: _Optional[str] = ..., prefill: _Optional[_Union[RunOrder, _Mapping]] = ..., pause: _Optional[bool] = ..., target_run_id: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ..., codec: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class KvManifest(_message.Message):
     __slots__ = ("format", "layout_hash", "weights_lineage", "dtype", "codec", "first_position", "count_tokens", "block_hashes", "label", "tenant", "expires_unix_s", "producer_build")
@@ -216,16 +224,18 @@ class KvOffer(_message.Message):
     def __init__(self, manifest: _Optional[_Union[KvManifest, _Mapping]] = ...) -> None: ...
 
 class KvWant(_message.Message):
-    __slots__ = ("from_position", "layout_hash", "weights_lineage", "dtype")
+    __slots__ = ("from_position", "layout_hash", "weights_lineage", "dtype", "window_bytes")
     FROM_POSITION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_LINEAGE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
     from_position: int
     layout_hash: str
     weights_lineage: str
     dtype: str
-    def __init__(self, from_position: _Optional[int] = ..., layout_hash: _Optional[str] = ..., weights_lineage: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
+    window_bytes: int
+    def __init__(self, from_position: _Optional[int] = ..., layout_hash: _Optional[str] = ..., weights_lineage: _Optional[str] = ..., dtype: _Optional[str] = ..., window_bytes: _Optional[int] = ...) -> None: ...
 
 class KvChunk(_message.Message):
     __slots__ = ("index", "start", "stop", "size_bytes", "digest", "prefix_hash")
@@ -272,6 +282,28 @@ class KvDone(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     tokens: int
     def __init__(self, tokens: _Optional[int] = ...) -> None: ...
+
+class KvAck(_message.Message):
+    __slots__ = ("consumed_frames",)
+    CONSUMED_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    consumed_frames: int
+    def __init__(self, consumed_frames: _Optional[int] = ...) -> None: ...
+
+class KvResume(_message.Message):
+    __slots__ = ("transfer_id", "token", "received_frames")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    token: bytes
+    received_frames: int
+    def __init__(self, transfer_id: _Optional[str] = ..., token: _Optional[bytes] = ..., received_frames: _Optional[int] = ...) -> None: ...
+
+class KvResumed(_message.Message):
+    __slots__ = ("received_frames",)
+    RECEIVED_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    received_frames: int
+    def __init__(self, received_frames: _Optional[int] = ...) -> None: ...
 
 class KvAbort(_message.Message):
     __slots__ = ("reason", "message")

@@ -14,7 +14,7 @@ from mesh.identity.place import Place, Role, Tier
 from mesh.identity.signing import SignedRecord
 from mesh.node.engine import RunId
 from mesh.node.host import NodeHost
-from mesh.node.host_frames import HostFrame, KvOpen
+from mesh.node.host_frames import HostFrame
 from mesh.node.port import (
     KvDirection,
     KvOrder,
@@ -218,9 +218,7 @@ class MemoryNetwork:
 
     async def _serve(self, host: NodeHost, stream: MemoryStream) -> None:
         try:
-            opening = await stream.recv()
-            assert isinstance(opening, KvOpen)
-            await host.serve_transfer(opening, stream)
+            await host.serve_transfer(await stream.recv(), stream)
             self.served.append(None)
         except Exception as exc:
             self.served.append(exc)

@@ -43,7 +43,9 @@ def manifest(count_tokens: int) -> KvManifest:
 
 
 def wanted(from_position: int = 0) -> Want:
-    return Want(from_position=from_position, layout_hash="l", weights_lineage="w", dtype=KvDtype.F16)
+    return Want(
+        from_position=from_position, layout_hash="l", weights_lineage="w", dtype=KvDtype.F16, window_bytes=1 << 20
+    )
 
 
 def receiver(*, max_tokens: int = 1000, exact: bool = True, known: int = 0) -> Receiver:

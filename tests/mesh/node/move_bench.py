@@ -34,7 +34,7 @@ class Bench:
         node = place.node_id
         self.engines[node] = FakeEngine(**engine)
         self.guards[node] = FakeGuard()
-        settings = HostSettings(idle_timeout_s=5.0)
+        settings = HostSettings(idle_timeout_s=5.0, resume_timeout_s=0.0)
         host = NodeHost(self.engines[node], FakeSigner(place), self.guards[node], place, settings=settings)
         self.network.add(host)
         return host

@@ -245,7 +245,7 @@ async def test_a_sender_that_lies(bench: Bench, name: str) -> None:
 
 
 def wanted() -> Want:
-    return Want(from_position=0, layout_hash="l", weights_lineage="w", dtype=KvDtype.F16)
+    return Want(from_position=0, layout_hash="l", weights_lineage="w", dtype=KvDtype.F16, window_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -335,12 +335,12 @@ async def test_the_receiver_vanishes(bench: Bench, kind: type) -> None:
 
 async def test_a_peer_that_says_nothing_is_given_up(bench: Bench) -> None:
     for host in (bench.edge, bench.core):
-        host._moves._idle_timeout_s = 0.05
+        host._moves._settings = replace(host._moves._settings, idle_timeout_s=0.05)
     bench.tamper_sender(lambda frame: [] if isinstance(frame, Commit) else [frame])
     error = await bench.fails(NodeUnreachable)
     assert "did not go on" in error.message
     for host in (bench.edge, bench.core):
-        host._moves._idle_timeout_s = 5.0
+        host._moves._settings = replace(host._moves._settings, idle_timeout_s=5.0)
     await bench.still_good()
 
 

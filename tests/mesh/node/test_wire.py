@@ -106,7 +106,14 @@ manifests = st.builds(
 frames = st.one_of(
     opens,
     st.builds(Offer, manifests),
-    st.builds(Want, from_position=u32, layout_hash=names, weights_lineage=names, dtype=st.sampled_from(KvDtype)),
+    st.builds(
+        Want,
+        from_position=u32,
+        layout_hash=names,
+        weights_lineage=names,
+        dtype=st.sampled_from(KvDtype),
+        window_bytes=u64,
+    ),
     st.builds(Chunk, index=u32, start=u32, stop=u32, size_bytes=u64, digest=hashes, prefix_hash=hashes),
     st.builds(Piece, chunk_index=u32, offset_bytes=u64, data=st.binary(), digest=hashes),
     st.builds(Commit, chunks=u32, stop=u32, digest=hashes, leg=st.none() | records),
