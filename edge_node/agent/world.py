@@ -78,7 +78,10 @@ class EdgeWorld:
         return self._own if node_id == self._own.place.node_id else self._peers.port(node_id)
 
     def saw_transfer(self, source_node_id: str, target_node_id: str, report: KvReport) -> None:
-        for node_id in (source_node_id, target_node_id):
+        ends = (source_node_id, target_node_id)
+        if self._own.place.node_id not in ends:
+            return  # between two core nodes: those bytes did not pass here
+        for node_id in ends:
             link = self._peers.link(node_id)
             if link is not None:
                 link.saw_transfer(report.wire_bytes, report.duration_s)

@@ -25,14 +25,13 @@ from mesh.node.wire import load_from_wire
 from mesh.process import background
 from mesh.telemetry.log import get_logger
 from mesh.v1 import node_pb2, node_pb2_grpc
+from placement.entry.link_model import LEAST_BYTES, LinkModel
 
 _PROBE_EVERY_S = 2.0
 _PROBE_TIMEOUT_S = 3.0
-_GOODPUT_EVERY = 15  # probes
-_GOODPUT_BYTES = 256 * 1024
+_GOODPUT_TIMEOUT_S = 30.0
 _BACKOFF_CAP_S = 5.0
 _RETIRED_GRACE_S = 120.0  # for what still runs over a link whose node the mesh does not list any more
-_SMOOTHING = 0.3  # weight of the newest sample in the moving averages
 
 Dial = Callable[[Peer], grpc.aio.Channel]
 log = get_logger(__name__)
@@ -44,7 +43,9 @@ class LinkFacts:
 
     reachable: bool
     rtt_s: float | None
+    rtt_age_s: float | None
     goodput_bytes_per_s: float | None
+    goodput_age_s: float | None
     load: EngineLoad | None
     draining: bool
     load_age_s: float | None
@@ -83,8 +84,7 @@ class PeerLink:
         self._stub = node_pb2_grpc.NodeStub(self.channel)
         self._on_change = on_change
         self._reachable = False
-        self._rtt_s: float | None = None
-        self._goodput: float | None = None
+        self._model = LinkModel()
         self._load: EngineLoad | None = None
         self._draining = False
         self._load_at_s: float | None = None
@@ -94,20 +94,23 @@ class PeerLink:
 
     @property
     def facts(self) -> LinkFacts:
-        age = None if self._load_at_s is None else time.monotonic() - self._load_at_s
+        now_s = time.monotonic()
+        age = None if self._load_at_s is None else now_s - self._load_at_s
+        link = self._model.estimate(now_s=now_s)
         return LinkFacts(
             reachable=self._reachable,
-            rtt_s=self._rtt_s,
-            goodput_bytes_per_s=self._goodput,
+            rtt_s=link.rtt_s,
+            rtt_age_s=link.rtt_age_s,
+            goodput_bytes_per_s=link.goodput_bytes_per_s,
+            goodput_age_s=link.goodput_age_s,
             load=self._load,
             draining=self._draining,
             load_age_s=age,
         )
 
     def saw_transfer(self, wire_bytes: int, duration_s: float) -> None:
-        """Feed the goodput average with a real transfer, if it was large enough to say something."""
-        if wire_bytes >= _GOODPUT_BYTES and duration_s > 0:
-            self._goodput = _smooth(self._goodput, wire_bytes / duration_s)
+        """Learn from a real transfer over this link."""
+        self._model.saw_transfer(wire_bytes, duration_s, now_s=time.monotonic())
 
     async def close(self) -> None:
         """At once; what runs over it fails."""
@@ -130,16 +133,16 @@ class PeerLink:
             self._on_change()
 
     async def _probe_forever(self) -> None:
-        failures, count = 0, 0
+        failures = 0
         while True:
             try:
-                await self._probe(with_goodput=count % _GOODPUT_EVERY == 0)
+                await self._probe(with_goodput=self._model.wants_probe(now_s=time.monotonic()))
             except Exception as error:
                 failures += 1
                 self._failed(error)
                 await asyncio.sleep(_backoff_s(failures))
                 continue
-            failures, count = 0, count + 1
+            failures = 0
             self._set_reachable(True)
             await asyncio.sleep(_PROBE_EVERY_S)
 
@@ -150,15 +153,15 @@ class PeerLink:
         self._set_reachable(False)
 
     async def _probe(self, *, with_goodput: bool) -> None:
-        started = time.perf_counter()
+        started_s = time.monotonic()
         await self._stub.Probe(node_pb2.ProbeRequest(), timeout=_PROBE_TIMEOUT_S)
-        rtt = time.perf_counter() - started
-        self._rtt_s = _smooth(self._rtt_s, rtt)
+        now_s = time.monotonic()
+        self._model.saw_round_trip(now_s - started_s, now_s=now_s)
         if with_goodput and not (self._load and self._load.running):
-            started = time.perf_counter()
-            await self._stub.Probe(node_pb2.ProbeRequest(reply_bytes=_GOODPUT_BYTES), timeout=30.0)
-            took = max(time.perf_counter() - started - rtt, 1e-4)
-            self._goodput = _smooth(self._goodput, _GOODPUT_BYTES / took)
+            started_s = time.monotonic()
+            await self._stub.Probe(node_pb2.ProbeRequest(reply_bytes=LEAST_BYTES), timeout=_GOODPUT_TIMEOUT_S)
+            now_s = time.monotonic()
+            self._model.saw_probe(LEAST_BYTES, now_s - started_s, now_s=now_s)
 
     async def _watch_load_forever(self) -> None:
         failures = 0
@@ -180,10 +183,6 @@ class PeerLink:
 
 def _backoff_s(failures: int) -> float:
     return random.uniform(0.1, min(_BACKOFF_CAP_S, 0.25 * 2.0 ** min(failures, 10)))
-
-
-def _smooth(old: float | None, new: float) -> float:
-    return new if old is None else (1 - _SMOOTHING) * old + _SMOOTHING * new
 
 
 class Peers:

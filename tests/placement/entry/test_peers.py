@@ -29,7 +29,6 @@ CORE = place_of("core-1")
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "_PROBE_EVERY_S", 0.02)
     monkeypatch.setattr(peers_module, "_BACKOFF_CAP_S", 0.1)
-    monkeypatch.setattr(peers_module, "_GOODPUT_EVERY", 2)
 
 
 @dataclass

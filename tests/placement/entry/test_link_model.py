@@ -1,0 +1,94 @@
+"""The link model against known links."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from placement.entry.link_model import LEAST_BYTES, LinkEstimate, LinkModel
+
+
+def test_nothing_is_known_at_first() -> None:
+    model = LinkModel()
+    assert model.estimate(now_s=5.0) == LinkEstimate()
+    assert model.wants_probe(now_s=5.0)
+
+
+def test_ages_are_those_of_the_newest_samples() -> None:
+    model = LinkModel()
+    model.saw_round_trip(0.04, now_s=10.0)
+    model.saw_probe(LEAST_BYTES, 0.14, now_s=12.0)
+    now = model.estimate(now_s=15.0)
+    assert (now.rtt_age_s, now.goodput_age_s) == (5.0, 3.0)
+    assert now.rtt_s == 0.04
+    assert now.goodput_bytes_per_s == pytest.approx(LEAST_BYTES / 0.1)  # the round trip is not the link's rate
+
+
+def test_averages_follow_a_link_that_changes() -> None:
+    model = LinkModel()
+    for i in range(20):
+        model.saw_round_trip(0.04, now_s=2.0 * i)
+        model.saw_probe(LEAST_BYTES, 0.04 + LEAST_BYTES / 2.5e6, now_s=2.0 * i)
+    for i in range(20, 40):
+        model.saw_round_trip(0.15, now_s=2.0 * i)
+        model.saw_probe(LEAST_BYTES, 0.15 + LEAST_BYTES / 1.25e6, now_s=2.0 * i)
+    now = model.estimate(now_s=80.0)
+    assert now.rtt_s == pytest.approx(0.15, rel=0.02)
+    assert now.goodput_bytes_per_s == pytest.approx(1.25e6, rel=0.1)
+
+
+def test_one_odd_sample_does_not_turn_it_over() -> None:
+    model = LinkModel()
+    for i in range(10):
+        model.saw_round_trip(0.01, now_s=float(i))
+    model.saw_round_trip(1.0, now_s=10.0)
+    assert model.estimate(now_s=10.0).rtt_s == pytest.approx(0.307)
+
+
+def test_after_a_long_silence_the_newest_sample_counts() -> None:
+    model = LinkModel()
+    model.saw_round_trip(0.01, now_s=0.0)
+    model.saw_round_trip(0.11, now_s=600.0)
+    assert model.estimate(now_s=600.0).rtt_s == pytest.approx(0.11, rel=0.01)
+
+
+def test_a_transfer_proves_at_least_its_own_rate() -> None:
+    model = LinkModel()
+    model.saw_probe(LEAST_BYTES, LEAST_BYTES / 10e6, now_s=0.0)
+    model.saw_transfer(10_000_000, 10.0, now_s=1.0)  # a prefill held it up
+    assert model.estimate(now_s=1.0).goodput_bytes_per_s == pytest.approx(10e6)
+    assert model.estimate(now_s=1.0).goodput_age_s == 1.0
+    model.saw_transfer(10_000_000, 0.5, now_s=2.0)  # more than a probe could see
+    assert model.estimate(now_s=2.0).goodput_bytes_per_s == pytest.approx(13e6)
+
+
+def test_a_transfer_is_better_than_nothing_and_than_old_news() -> None:
+    model = LinkModel()
+    model.saw_transfer(10_000_000, 10.0, now_s=0.0)
+    assert model.estimate(now_s=0.0).goodput_bytes_per_s == 1e6
+    model.saw_probe(LEAST_BYTES, LEAST_BYTES / 10e6, now_s=1.0)
+    model.saw_transfer(10_000_000, 10.0, now_s=601.0)
+    goodput = model.estimate(now_s=601.0).goodput_bytes_per_s
+    assert goodput == pytest.approx(1e6, rel=0.01)
+
+
+@pytest.mark.parametrize("duration_s", [0.0, -1.0, math.nan, math.inf])
+def test_samples_that_cannot_be(duration_s: float) -> None:
+    model = LinkModel()
+    model.saw_transfer(10_000_000, duration_s, now_s=0.0)
+    model.saw_transfer(LEAST_BYTES - 1, 1.0, now_s=0.0)
+    model.saw_probe(0, 1.0, now_s=0.0)
+    model.saw_probe(LEAST_BYTES, math.nan, now_s=0.0)
+    model.saw_round_trip(math.nan, now_s=0.0)
+    model.saw_round_trip(-0.1, now_s=0.0)
+    assert model.estimate(now_s=0.0) == LinkEstimate()
+
+
+def test_a_probe_is_due_when_the_goodput_is_old() -> None:
+    model = LinkModel()
+    model.saw_probe(LEAST_BYTES, 0.1, now_s=0.0)
+    assert not model.wants_probe(now_s=29.0)
+    assert model.wants_probe(now_s=30.0)
+    model.saw_transfer(100_000_000, 1.0, now_s=30.0)
+    assert not model.wants_probe(now_s=31.0)  # real bytes are a probe too
