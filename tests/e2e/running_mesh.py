@@ -135,8 +135,9 @@ class RunningMesh:
                 await eventually(lambda e=entry: self._sees(e.grpc, {"core-1"}))  # type: ignore[misc]
 
     async def until_gone(self, node_id: str) -> None:
-        """Until placement and every edge know that a node does not answer."""
-        for address in (self.ready.core.grpc, *(e.grpc for e in self.ready.edges.values())):
+        """Until placement and every other edge know that a node does not answer."""
+        others = [e.grpc for site, e in self.ready.edges.items() if node_id != f"edge-{site}"]
+        for address in (self.ready.core.grpc, *others):
             await eventually(lambda a=address: self._misses(a, node_id))  # type: ignore[misc]
 
     async def _sees(self, address: str, wanted: set[str]) -> bool:
