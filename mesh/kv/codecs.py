@@ -1,7 +1,8 @@
 """Codecs: KV slabs to bytes for the wire and back. Pure numpy; an engine may bring a faster twin.
 
 All codecs write K, then V, each in the slab's C order [n_layers, n_tokens, n_kv_heads, head_dim], little-endian.
-Those that are lossless or nearly so are here; `q4`, and Zstandard over any of them (`f16+zstd`), beside this module.
+Those that are lossless or nearly so are here; `q4`, and Zstandard over any of them (`f16+zstd`), beside this module;
+`kvtc:DIGEST16:SETTING` in mesh.kv.kvtc.
 
 - `raw`: the pool's own elements, lossless; only between pools of one dtype.
 - `f16`: half floats; bit-exact for an f16 pool.
@@ -20,6 +21,8 @@ from mesh.errors import KvIncompatible, PayloadCorrupt
 from mesh.kv.codec_types import Codec
 from mesh.kv.elements import check_finite, convert, from_f32, is_finite, n_elements, to_f32
 from mesh.kv.geometry import KvDtype, KvGeometry
+from mesh.kv.kvtc import shelf
+from mesh.kv.kvtc.codec import PREFIX
 from mesh.kv.q4 import Q4Codec
 from mesh.kv.slab import KvSlab
 from mesh.kv.zstd import ZstdCodec
@@ -155,7 +158,10 @@ CODEC_NAMES: tuple[str, ...] = tuple(sorted(_CODECS))
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of this name. Raises KvIncompatible if there is none here."""
+    """The codec of this name. Raises KvIncompatible if there is none here (for `kvtc:...`: if this process was given
+    no such artifact)."""
+    if name.startswith(PREFIX):
+        return shelf.codec_named(name, exact=_CODECS["q8_0"])
     try:
         return _CODECS[name]
     except KeyError:

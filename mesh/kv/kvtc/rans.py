@@ -94,8 +94,8 @@ class Decoder:
         if (self._state < _LOW).any():
             raise PayloadCorrupt("a lane's state is out of range")
 
-    def step(self, contexts: NDArray[np.intp]) -> U8:
-        """The next symbol of every lane under its context. Raises PayloadCorrupt where the words run out."""
+    def step(self, contexts: NDArray[np.intp] | np.intp) -> U8:
+        """The next symbol of every lane under its context, or one for all. Raises PayloadCorrupt if words run out."""
         state = self._state
         entry = self._lookup[(contexts << PROB_BITS) + (state & np.uint32(_ONE - 1))]
         state = ((entry >> np.uint32(8)) & np.uint32(_ONE - 1)) * (state >> np.uint32(PROB_BITS)) + (

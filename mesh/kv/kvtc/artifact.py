@@ -1,0 +1,227 @@
+"""The basis artifact: what calibration learned of one model, as a file with a digest. Both ends of a transfer need the
+same one; the codec's name holds its digest.
+
+File: MAGIC, u32 length of a JSON header, the header (geometry, lineage, settings, shapes), then the arrays in the
+order of `_ARRAYS`, little-endian and C order. The digest is SHA-256 over the whole file. F is the number of features
+of a token in K (in V as many): n_layers * n_kv_heads * head_dim; R the rank of each basis; B = n_layers * n_kv_heads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh.errors import InvalidRequest, KvIncompatible, PayloadCorrupt
+from mesh.kv.elements import bf16_bits_to_f32, f32_to_bf16_bits
+from mesh.kv.geometry import KvGeometry
+from mesh.kv.kvtc.rans import N_SYMBOLS, FrequencyTables
+
+MAGIC = b"KVTC0001"
+SUFFIX = ".kvtc"
+MAX_RANK = 4096
+MAX_BYTES = 1 << 30
+N_CONTEXTS = 64
+F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """What a setting did to held-out text, of the kind `text`: how much the continuation perplexity rose (0.01 is
+    1 %), its standard error over windows, and f16 bytes over coded bytes in the coded region."""
+
+    text: str
+    loss_ratio: float
+    loss_stderr_ratio: float
+    coded_ratio: float
+    windows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Setting:
+    """One point of the curve.
+
+    `steps` f32 [2, R]: quantiser step of each coefficient of K and of V, 0 where it is dropped. `contexts` u8 [2, R]:
+    its frequency table. `bound`: the largest weighted squared error that a token may keep; what exceeds it is coded.
+    """
+
+    name: str
+    steps: F32
+    contexts: NDArray[np.uint8]
+    bound: float
+    quality: tuple[Quality, ...] = ()
+
+    @property
+    def worst_loss_ratio(self) -> float:
+        """The largest measured loss with one standard error over it; infinite if nothing was measured."""
+        return max((q.loss_ratio + q.loss_stderr_ratio for q in self.quality), default=math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Artifact:
+    """`mean` f32 [2, F]; `weights` f32 [2, B, head_dim, head_dim], symmetric and positive: features times these are
+    in units of what the model's output feels; `basis` f32 [2, F, R], orthonormal columns over weighted features;
+    `residual` f32 [2, B]: mean magnitude of what the basis leaves of a block, over that of all blocks."""
+
+    geometry: KvGeometry
+    weights_lineage: str
+    mean: F32
+    weights: F32
+    basis: F32
+    residual: F32
+    tables: FrequencyTables
+    settings: tuple[Setting, ...]
+    notes: str  # for people: texts, counts, build
+    digest: str  # hex
+
+    @property
+    def rank(self) -> int:
+        return int(self.basis.shape[2])
+
+    def setting(self, name: str) -> Setting:
+        """Raises KvIncompatible if there is none of this name."""
+        for setting in self.settings:
+            if setting.name == name:
+                return setting
+        names = ", ".join(s.name for s in self.settings)
+        raise KvIncompatible(f"kvtc artifact {self.digest[:16]} has no setting {name!r}, only {names}", field="codec")
+
+
+def n_features(geometry: KvGeometry) -> int:
+    """Features of a token in K, and in V."""
+    return geometry.n_layers * geometry.n_kv_heads * geometry.head_dim
+
+
+def make_artifact(
+    *,
+    geometry: KvGeometry,
+    weights_lineage: str,
+    mean: F32,
+    weights: F32,
+    basis: F32,
+    residual: F32,
+    frequencies: NDArray[np.uint16],
+    settings: tuple[Setting, ...],
+    notes: str,
+) -> tuple[Artifact, bytes]:
+    """The artifact and its file. Values are rounded to what the file holds first, so that both sides compute with
+    the same."""
+    header = {
+        "geometry": asdict(geometry),
+        "weights_lineage": weights_lineage,
+        "rank": int(basis.shape[2]),
+        "notes": notes,
+        "settings": [{"name": s.name, "bound": s.bound, "quality": [asdict(q) for q in s.quality]} for s in settings],
+    }
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    arrays = [
+        mean.astype("<f4"),
+        weights.astype("<f2"),
+        f32_to_bf16_bits(basis).astype("<u2"),
+        residual.astype("<f4"),
+        frequencies.astype("<u2"),
+        np.stack([s.steps for s in settings]).astype("<f4"),
+        np.stack([s.contexts for s in settings]),
+    ]
+    data = b"".join([MAGIC, len(text).to_bytes(4, "little"), text, *(a.tobytes() for a in arrays)])
+    return parse_artifact(data), data
+
+
+def parse_artifact(data: bytes) -> Artifact:
+    """Raises PayloadCorrupt unless `data` is a whole, sane artifact."""
+    if data[: len(MAGIC)] != MAGIC or len(data) < len(MAGIC) + 4:
+        raise PayloadCorrupt("this is no kvtc artifact, or one of another format")
+    at = len(MAGIC) + 4
+    size = int.from_bytes(data[at - 4 : at], "little")
+    try:
+        header = json.loads(data[at : at + size])
+        geometry = KvGeometry(**header["geometry"])
+        rank, n_settings = int(header["rank"]), len(header["settings"])
+        shapes = _shapes(geometry, rank, n_settings)
+        arrays: dict[str, NDArray[Any]] = {}
+        at += size
+        for name, (dtype, shape) in shapes.items():
+            count = math.prod(shape)
+            arrays[name] = np.frombuffer(data, dtype=dtype, count=count, offset=at).reshape(shape)
+            at += arrays[name].nbytes
+        settings = tuple(
+            Setting(
+                name=str(s["name"]),
+                steps=arrays["steps"][i].astype(np.float32),
+                contexts=arrays["contexts"][i],
+                bound=float(s["bound"]),
+                quality=tuple(Quality(**q) for q in s["quality"]),
+            )
+            for i, s in enumerate(header["settings"])
+        )
+        lineage, notes = str(header["weights_lineage"]), str(header["notes"])
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise PayloadCorrupt(f"kvtc artifact is malformed: {exc}") from exc
+    artifact = Artifact(
+        geometry=geometry,
+        weights_lineage=lineage,
+        mean=arrays["mean"].astype(np.float32),
+        weights=arrays["weights"].astype(np.float32),
+        basis=bf16_bits_to_f32(arrays["basis"]),
+        residual=arrays["residual"].astype(np.float32),
+        tables=FrequencyTables(arrays["frequencies"]),
+        settings=settings,
+        notes=notes,
+        digest=hashlib.sha256(data).hexdigest(),
+    )
+    if at != len(data):
+        raise PayloadCorrupt(f"kvtc artifact has {len(data) - at} bytes too many")
+    _check_values(artifact)
+    return artifact
+
+
+def read_artifact(path: Path) -> Artifact:
+    """Raises InvalidRequest if it cannot be read, PayloadCorrupt if it is malformed. Blocks for a second or so."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise PayloadCorrupt(f"{path.name} is larger than a kvtc artifact can be")
+        return parse_artifact(path.read_bytes())
+    except OSError as exc:
+        raise InvalidRequest(f"kvtc artifact {path.name} cannot be read: {exc.strerror}", field="artifact") from exc
+
+
+def _shapes(g: KvGeometry, rank: int, n_settings: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    sizes = (g.n_layers, g.n_kv_heads, g.head_dim)
+    if not all(isinstance(n, int) and 1 <= n <= 1 << 14 for n in sizes) or g.head_dim % 2:
+        raise ValueError(f"layers, heads and dims are {sizes}")
+    features, blocks = n_features(g), g.n_layers * g.n_kv_heads
+    if not (1 <= rank <= min(features, MAX_RANK) and 1 <= n_settings <= 64):
+        raise ValueError(f"rank {rank} with {n_settings} settings")
+    return {
+        "mean": ("<f4", (2, features)),
+        "weights": ("<f2", (2, blocks, g.head_dim, g.head_dim)),
+        "basis": ("<u2", (2, features, rank)),
+        "residual": ("<f4", (2, blocks)),
+        "frequencies": ("<u2", (N_CONTEXTS, N_SYMBOLS)),
+        "steps": ("<f4", (n_settings, 2, rank)),
+        "contexts": ("u1", (n_settings, 2, rank)),
+    }
+
+
+def _check_values(a: Artifact) -> None:
+    for name in ("mean", "weights", "basis", "residual"):
+        if not np.isfinite(getattr(a, name)).all():
+            raise PayloadCorrupt(f"kvtc artifact: {name} is not finite")
+    if (a.residual <= 0).any():
+        raise PayloadCorrupt("kvtc artifact: a block's residual is not positive")
+    names = [s.name for s in a.settings]
+    if len(set(names)) != len(names) or not all(n.isprintable() and 1 <= len(n) <= 32 and ":" not in n for n in names):
+        raise PayloadCorrupt("kvtc artifact: names of settings are malformed")
+    for s in a.settings:
+        if not (np.isfinite(s.steps).all() and (s.steps >= 0).all() and s.steps.any()):
+            raise PayloadCorrupt(f"kvtc artifact: steps of {s.name} are not positive")
+        if (s.contexts >= N_CONTEXTS).any() or not (math.isfinite(s.bound) and s.bound > 0):
+            raise PayloadCorrupt(f"kvtc artifact: setting {s.name} is malformed")
+        if not all(math.isfinite(q.loss_ratio + q.loss_stderr_ratio) and q.coded_ratio > 0 for q in s.quality):
+            raise PayloadCorrupt(f"kvtc artifact: quality of {s.name} is malformed")
