@@ -104,10 +104,10 @@ class LiveRequest:
             case rt.Emit():
                 self._emit(effect)
             case rt.StartRun(node_id=node_id):
-                self._touch(node_id, prompt=True)
-            case rt.MoveKv():
-                self._touch(effect.source_node_id, prompt=effect.source is rt.KvSourceKind.PREFILL)
-                self._touch(effect.target_node_id, prompt=False)
+                self._touch(node_id)
+            case rt.MoveKv():  # its order names the tokens, to both ends
+                self._touch(effect.source_node_id)
+                self._touch(effect.target_node_id)
             case rt.EmitMigration():
                 self._migrated(effect)
             case rt.MoveFailed():
@@ -156,10 +156,10 @@ class LiveRequest:
             ttft_s=self._ttft_s,
         )
 
-    def _touch(self, node_id: str, *, prompt: bool) -> None:
+    def _touch(self, node_id: str) -> None:
         place = self._place_of(node_id)
         if place is not None:
-            self._draft.touched(place, prompt=prompt)
+            self._draft.touched(place)
 
     def _place_of(self, node_id: str) -> Place | None:
         try:

@@ -46,10 +46,9 @@ class ReceiptDraft:
     migrations: list[dict[str, Any]] = field(default_factory=list)
     fallbacks: int = 0
 
-    def touched(self, place: Place, *, prompt: bool) -> None:
-        """A node got the prompt's tokens (`prompt`) or KV computed from them."""
-        if prompt:
-            self.saw_prompt[place.node_id] = place.site
+    def touched(self, place: Place) -> None:
+        """A node was sent the prompt's tokens, to compute KV of them or to receive it."""
+        self.saw_prompt[place.node_id] = place.site
         self.held_kv[place.node_id] = place.site
 
     def sign(self, signer: Signer, *, outcome: str, ended_unix_s: float, usage: dict[str, int]) -> common.Receipt:

@@ -55,6 +55,29 @@ async def test_values_are_for_placement(remote: RemoteHarness) -> None:
         assert caught.value.details["rule"] == "node_role"
 
 
+async def test_core_nodes_read_policies_and_nothing_else(remote: RemoteHarness) -> None:
+    placement, core = await remote.connect("placement-2"), await remote.connect("core-1", Role.CORE)
+    for key in ("policies/acme", "policies-of-others", "tenants"):
+        await placement.put(key, b"{}")
+    assert [value.key for value in await core.list_values("policies/")] == ["policies/acme"]
+    assert (await core.get("policies/acme")) is not None
+    assert await until(core.watch_values("policies/"), lambda values: len(values) == 1)
+    for call in (
+        core.list_values("policies"),
+        core.list_values("polic"),
+        core.get("policies-of-others"),
+        core.put("policies/acme", b"mine"),
+        core.delete("policies/acme"),
+        until(core.watch_values("policies"), lambda _: True),
+    ):
+        with pytest.raises(PolicyDenied) as caught:
+            await call
+        assert caught.value.details["rule"] == "node_role"
+    edge = await remote.connect("edge-1", Role.EDGE)
+    with pytest.raises(PolicyDenied):
+        await edge.list_values("policies/")
+
+
 async def test_an_edge_sees_nothing(remote: RemoteHarness) -> None:
     edge = await remote.connect("edge-1", Role.EDGE)
     for call in (
