@@ -93,7 +93,10 @@ class Sampled:
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
     """The number in [0, 1) for this position. Depends on nothing else."""
-    bits = np.random.Philox(key=[seed, sample_index], counter=[position, 0, 0, 0]).random_raw(1)[0]
+    # Arrays of uint64: numpy would take a list with a seed of 2**63 or more for floats and lose its low bits.
+    key = np.array([seed, sample_index], dtype=np.uint64)
+    counter = np.array([position, 0, 0, 0], dtype=np.uint64)
+    bits = np.random.Philox(key=key, counter=counter).random_raw(1)[0]
     return float(int(bits) >> 11) * 2.0**-53
 
 
@@ -116,7 +119,7 @@ def sample(
         return Sampled(token_id)
     peak = row.max()
     log_probs = row - (peak + math.log(np.exp(row - peak).sum()))
-    best = np.argsort(-log_probs, kind="stable")[: params.logprobs]
+    best = _best(log_probs, params.logprobs) if params.logprobs else ()
     return Sampled(token_id, float(log_probs[token_id]), tuple((int(i), float(log_probs[i])) for i in best))
 
 
@@ -131,19 +134,42 @@ def _penalise(row: NDArray[np.float64], params: SamplingParams, token_ids: Seque
 
 
 def _draw(row: NDArray[np.float64], params: SamplingParams, position: int) -> int:
-    order = np.argsort(-row, kind="stable")  # best first; ties by id
-    if params.top_k:
-        order = order[: params.top_k]
-    scaled = row[order] / params.temperature
-    weights = np.exp(scaled - scaled[0])
-    weights /= weights.sum()
+    """One token. Sorts no more of the vocabulary than the parameters need: a whole one costs milliseconds."""
+    weights = np.exp((row - row.max()) / params.temperature)
+    ids: NDArray[np.int64] | None = None  # None: all, in the order of ids
+    if params.top_k and params.top_k < len(weights):
+        ids = _best(weights, params.top_k)
     if params.top_p < 1.0:
-        # Keep the smallest head whose mass reaches top_p, the token that crosses included.
-        keep = int(np.searchsorted(np.cumsum(weights), params.top_p)) + 1
-        order, weights = order[:keep], weights[:keep]
+        ids = _nucleus(weights, params.top_p, ids)
+    kept = weights if ids is None else weights[ids]
     if params.min_p > 0.0:
-        keep = int((weights >= params.min_p * weights[0]).sum())
-        order, weights = order[:keep], weights[:keep]
-    cumulative = np.cumsum(weights)
+        likely = np.flatnonzero(kept >= params.min_p * kept.max())
+        ids = likely if ids is None else ids[likely]
+        kept = kept[likely]
+    cumulative = np.cumsum(kept)
     u = uniform(params.seed, params.sample_index, position) * cumulative[-1]
-    return int(order[min(int(np.searchsorted(cumulative, u, side="right")), len(order) - 1)])
+    at = min(int(np.searchsorted(cumulative, u, side="right")), len(kept) - 1)
+    return at if ids is None else int(ids[at])
+
+
+def _best(values: NDArray[np.float64], k: int) -> NDArray[np.int64]:
+    """Indices of the k largest, best first, ties by index."""
+    if k < len(values):
+        least = np.partition(values, len(values) - k)[len(values) - k]
+        above = np.flatnonzero(values > least)
+        ids = np.sort(np.concatenate((above, np.flatnonzero(values == least)[: k - len(above)])))
+    else:
+        ids = np.arange(len(values))
+    return ids[np.argsort(-values[ids], kind="stable")]
+
+
+def _nucleus(weights: NDArray[np.float64], top_p: float, ids: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """The smallest head whose mass reaches top_p of the whole, the token that crosses included; `ids`, best first,
+    are what top_k left."""
+    mass = top_p * (weights if ids is None else weights[ids]).sum()
+    for size in (256, 4096, len(weights)):  # the head is nearly always short
+        head = _best(weights, min(size, len(weights))) if ids is None else ids
+        cumulative = np.cumsum(weights[head])
+        if ids is not None or cumulative[-1] >= mass or size >= len(weights):
+            break
+    return head[: int(np.searchsorted(cumulative, mass)) + 1]
