@@ -8,7 +8,6 @@ requests end, leave.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from grpc_health.v1 import health_pb2
 from edge_node.agent.site_config import SiteConfig
 from edge_node.agent.world import EdgeWorld
 from edge_node.engine.engine import EdgeEngine
+from edge_node.engine.machine import usable_threads
 from edge_node.engine.settings import EdgeEngineSettings
 from mesh import __version__
 from mesh.errors import NotImplementedHere, PayloadCorrupt, Unauthenticated
@@ -224,7 +224,7 @@ def _engine_settings(settings: EdgeSettings) -> EdgeEngineSettings:
     return EdgeEngineSettings(
         model_path=settings.model.path,
         model_id=settings.model.id,
-        n_threads=engine.n_threads or os.cpu_count() or 1,
+        n_threads=engine.n_threads or usable_threads(),
         n_ctx_tokens=engine.n_ctx_tokens,
         max_context_tokens=engine.max_context_tokens or None,
         max_step_tokens=engine.max_step_tokens,
