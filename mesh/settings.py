@@ -145,8 +145,8 @@ class CoreEngine(Group):
 
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """cpu, cuda or cuda:N."""
-    dtype: Annotated[str, Field(pattern=r"^(bf16|f32)$")] = "bf16"
-    """Precision of weights and KV: bf16 or f32."""
+    dtype: Annotated[str, Field(pattern=r"^(bf16|f32|int8)$")] = "bf16"
+    """Precision of weights and arithmetic: bf16, f32, or int8 (weights only)."""
     n_threads: AutoCount = 0
     """Compute threads; 0: one per core. Processes on one machine need counts that add up to its cores."""
     kv_pool_tokens: AutoCount = 0
@@ -171,7 +171,7 @@ class EdgeEngine(Group):
     max_context_tokens: AutoCount = 0
     """Longest prompt and output together; 0: the smaller of the model's own and n_ctx_tokens."""
     max_step_tokens: Count = 256
-    """Most tokens in one step; at most 63 makes results independent of load, at the price of prefill speed."""
+    """Most tokens in one step; up to 63, llama.cpp repeats itself to the bit more often, at the price of prefill speed."""
     max_running: Count = 8
     """Most sequences in one step."""
     max_sequences: Count = 32

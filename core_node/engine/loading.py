@@ -12,12 +12,12 @@ from core_node.engine.blocks import blocks_for
 from core_node.engine.core import EngineCore
 from core_node.engine.gguf_weights import GgufWeights
 from core_node.engine.kv_pool import KvPool
-from core_node.engine.llama import LlamaModel
+from core_node.engine.models import load_model
 from core_node.engine.runner import Runner
 from core_node.engine.safetensors_weights import SafetensorsWeights
 from core_node.engine.scheduler import SchedulerLimits
 from core_node.engine.settings import CoreEngineSettings
-from core_node.engine.weights import LlamaWeights, check_shapes, load_weights, n_parameters
+from core_node.engine.weights import check_shapes, n_parameters
 from mesh.errors import InvalidRequest, Overloaded
 from mesh.kv.geometry import KvDtype, KvGeometry
 from mesh.kv.hashing import BLOCK_TOKENS
@@ -25,7 +25,7 @@ from mesh.model.description import ModelDescription, describe
 from mesh.model.tokenizer import load_tokenizer
 from mesh.node.engine import EngineInfo
 
-_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+_WEIGHT_BYTES = {"bf16": 2, "f32": 4, "int8": 1}
 _DEFAULT_POOL_CONTEXTS = 4  # sequences of full context that a pool of default size can hold
 _DEFAULT_POOL_RATIO = 0.5  # of the memory that is left after the weights, at most
 _WATERMARK_RATIO = 0.02
@@ -42,15 +42,15 @@ def load_engine(settings: CoreEngineSettings) -> EngineCore:
     device = _device(settings.device)
     description = describe(settings.model_path, model_id=settings.model_id)
     tokenizer = load_tokenizer(settings.model_path)
-    kv_dtype = settings.kv_dtype or KvDtype(settings.dtype)
+    kv_dtype = settings.kv_dtype or (KvDtype.F32 if settings.dtype == "f32" else KvDtype.BF16)
     source = SafetensorsWeights(description) if settings.model_path.is_dir() else GgufWeights(settings.model_path)
     check_shapes(description, source.shapes)  # before the arithmetic: a wrong file is the better message
     n_blocks = _pool_blocks(settings, description, kv_dtype, device)
     max_context = min(settings.max_context_tokens or description.context_tokens, n_blocks * BLOCK_TOKENS)
-    weights: LlamaWeights = load_weights(description, source, _DTYPES[settings.dtype], device)
+    model, backend = load_model(settings, description, source, device, max_context, kv_dtype)
     pool = KvPool(description.geometry, n_blocks, kv_dtype, device)
-    runner = Runner(LlamaModel(description, weights, max_context), pool, description.eos_token_ids)
-    runner.warm_up(min(_WARM_UP_TOKENS, max_context - 1))
+    runner = Runner(model, pool, description.eos_token_ids)
+    runner.warm_up(min(_WARM_UP_TOKENS, max_context - 1, settings.max_step_tokens))
     info = EngineInfo(
         model_id=settings.model_id,
         geometry=description.geometry,
@@ -61,7 +61,7 @@ def load_engine(settings: CoreEngineSettings) -> EngineCore:
         kv_capacity_tokens=n_blocks * BLOCK_TOKENS,
         vocab_size=description.vocab_size,
         eos_token_ids=description.eos_token_ids,
-        build=f"kvmesh-core {version('kvmesh')} torch {torch.__version__} {device.type}",
+        build=f"kvmesh-core {version('kvmesh')} torch {torch.__version__} {device.type} {backend}",
     )
     limits = SchedulerLimits(
         max_step_tokens=settings.max_step_tokens,
@@ -91,7 +91,7 @@ def _pool_blocks(
 ) -> int:
     """Blocks of the pool. Raises Overloaded with the arithmetic if weights and pool exceed the free memory."""
     per_token = kv_bytes_per_token(description.geometry, dtype)
-    weights_bytes = n_parameters(description) * _DTYPES[settings.dtype].itemsize
+    weights_bytes = n_parameters(description) * _WEIGHT_BYTES[settings.dtype]
     free_bytes = _free_bytes(device)
     left_bytes = free_bytes - weights_bytes
     if settings.kv_pool_tokens:

@@ -9,16 +9,19 @@ from mesh.errors import InvalidRequest
 from mesh.kv.geometry import KvDtype
 from mesh.kv.hashing import BLOCK_TOKENS
 
-WEIGHT_DTYPES = ("bf16", "f32")
+WEIGHT_DTYPES = ("bf16", "f32", "int8")
+BACKENDS = ("auto", "kernels", "torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreEngineSettings:
     """Checked on construction; raises InvalidRequest naming the field.
 
-    `dtype` is the precision of weights and arithmetic ("bf16" or "f32"), `kv_dtype` that of the KV pool and of
-    what is exported; None: the same as `dtype`. The pool's size is `kv_pool_tokens`, or `kv_pool_bytes` if that
-    is 0, or chosen by the engine if both are 0. `n_threads` 0 leaves torch's own choice (one per core).
+    `dtype` is the precision of weights and arithmetic ("bf16" or "f32"; "int8": weights with one scale a row,
+    arithmetic in bf16), `kv_dtype` that of the KV pool and of what is exported; None: that of the arithmetic.
+    `backend`: the compiled "kernels" (CPU; bf16 or int8 over bf16 KV), "torch", or "auto": the kernels where they
+    can run. The pool's size is `kv_pool_tokens`, or `kv_pool_bytes` if that is 0, or chosen by the engine if both
+    are 0. `n_threads` 0 leaves torch's own choice (one per core).
     """
 
     model_path: Path
@@ -27,6 +30,7 @@ class CoreEngineSettings:
     kv_dtype: KvDtype | None = None
     device: str = "cpu"
     n_threads: int = 0
+    backend: str = "auto"
     kv_pool_tokens: int = 0
     kv_pool_bytes: int = 0
     max_context_tokens: int = 0  # 0: the model's own
@@ -37,6 +41,8 @@ class CoreEngineSettings:
     def __post_init__(self) -> None:
         if self.dtype not in WEIGHT_DTYPES:
             raise InvalidRequest(f"dtype must be one of {', '.join(WEIGHT_DTYPES)}, got {self.dtype!r}", field="dtype")
+        if self.backend not in BACKENDS:
+            raise InvalidRequest(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}", field="backend")
         for field in ("n_threads", "kv_pool_tokens", "kv_pool_bytes", "max_context_tokens"):
             self._at_least(field, 0)
         for field in ("max_step_tokens", "max_running", "max_waiting"):

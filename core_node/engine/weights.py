@@ -7,8 +7,8 @@ an expert) is refused: a model that is computed only in part would answer, and w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -92,33 +92,53 @@ def check_shapes(d: ModelDescription, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 def load_weights(d: ModelDescription, source: WeightSource, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
     """Read all tensors. Blocks for seconds; raises InvalidRequest."""
+    ends = load_ends(d, source, dtype, device)
+    return replace(ends, layers=tuple(load_layers(d, source, dtype, device)))
+
+
+def load_ends(d: ModelDescription, source: WeightSource, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+    """All but the layers. Raises InvalidRequest if the tensors are not those of the model."""
     check_shapes(d, source.shapes)
-
-    def matrix(*names: str) -> torch.Tensor:
-        parts = [source.load(name).to(dtype) for name in names]
-        return (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous().to(device)
-
-    def norm(name: str) -> torch.Tensor:
-        return source.load(name).float().to(device)  # norms are computed in f32 whatever the dtype
-
-    layers = tuple(
-        LayerWeights(
-            attention_norm=norm(f"blk.{i}.attn_norm.weight"),
-            qkv=matrix(*(f"blk.{i}.attn_{x}.weight" for x in "qkv")),
-            attention_out=matrix(f"blk.{i}.attn_output.weight"),
-            ffn_norm=norm(f"blk.{i}.ffn_norm.weight"),
-            gate_up=matrix(f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight"),
-            down=matrix(f"blk.{i}.ffn_down.weight"),
-        )
-        for i in range(d.n_layers)
-    )
-    embedding = matrix("token_embd.weight")
+    load = _Loader(source, dtype, device)
+    embedding = load.matrix("token_embd.weight")
     return LlamaWeights(
         embedding=embedding,
-        layers=layers,
-        norm=norm("output_norm.weight"),
-        head=embedding if d.tied_embeddings else matrix("output.weight"),
+        layers=(),
+        norm=load.norm("output_norm.weight"),
+        head=embedding if d.tied_embeddings else load.matrix("output.weight"),
     )
+
+
+def load_layers(
+    d: ModelDescription, source: WeightSource, dtype: torch.dtype, device: torch.device
+) -> Iterator[LayerWeights]:
+    """The layers in order, each read when it is asked for."""
+    load = _Loader(source, dtype, device)
+    return (load.layer(i) for i in range(d.n_layers))
+
+
+class _Loader:
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+        self._source = source
+        self._dtype = dtype
+        self._device = device
+
+    def matrix(self, *names: str) -> torch.Tensor:
+        parts = [self._source.load(name).to(self._dtype) for name in names]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous().to(self._device)
+
+    def norm(self, name: str) -> torch.Tensor:
+        return self._source.load(name).float().to(self._device)  # norms are computed in f32 whatever the dtype
+
+    def layer(self, i: int) -> LayerWeights:
+        return LayerWeights(
+            attention_norm=self.norm(f"blk.{i}.attn_norm.weight"),
+            qkv=self.matrix(*(f"blk.{i}.attn_{x}.weight" for x in "qkv")),
+            attention_out=self.matrix(f"blk.{i}.attn_output.weight"),
+            ffn_norm=self.norm(f"blk.{i}.ffn_norm.weight"),
+            gate_up=self.matrix(f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight"),
+            down=self.matrix(f"blk.{i}.ffn_down.weight"),
+        )
 
 
 def n_parameters(d: ModelDescription) -> int:
