@@ -19,7 +19,7 @@ from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
 from mesh.identity.signing import NodeIdentity
 from mesh.model.description import model_digest
-from mesh.node.grpc_port_transfer import grpc_dial
+from mesh.node.grpc_port_transfer import GrpcTransport
 from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
 from mesh.node.servicer import NodeServicer
@@ -75,7 +75,7 @@ async def serve(settings: CoreSettings) -> None:
         servicer = NodeServicer(
             host,
             lambda context: peer_place(context, mesh=place.mesh),
-            grpc_dial(lambda peer: node_channel(peer.address, credentials, peer.place)),
+            GrpcTransport(lambda peer: node_channel(peer.address, credentials, peer.place)),
         )
         node_pb2_grpc.add_NodeServicer_to_server(servicer, node.server)
         for listener in (node, health):

@@ -12,7 +12,7 @@ import grpc.aio
 
 from mesh.errors import Internal, NodeUnreachable
 from mesh.identity.place import Place
-from mesh.node.host_frames import Dial, HostFrame
+from mesh.node.host_frames import FrameStream, HostFrame
 from mesh.node.port import Peer
 from mesh.node.wire_kv import frame_from_wire, frame_to_wire
 from mesh.rpc.errors import translate_rpc_errors
@@ -26,12 +26,17 @@ _GOODBYE_S = 5.0  # for the peer to end the call after our last frame
 _SHORT_GOODBYE_S = 1.0  # the same after a failure: for our Abort to arrive
 
 
-def grpc_dial(channel: DialChannel) -> Dial:
-    """Dial over grpc.aio; bulk KV has its own connection, so that it does not sit in front of tokens."""
+class GrpcTransport:
+    """See mesh.node.transport.Transport. Bulk KV has connections of its own, so that it does not sit in front of
+    tokens."""
+
+    def __init__(self, channel: DialChannel) -> None:
+        self._channel = channel
 
     @asynccontextmanager
-    async def dial(peer: Peer) -> AsyncIterator[_DialledStream]:
-        async with channel(peer) as connection:
+    async def dial(self, peer: Peer) -> AsyncIterator[FrameStream]:
+        """See Transport.dial."""
+        async with self._channel(peer) as connection:
             call = node_pb2_grpc.NodeStub(connection).TransferKv()
             try:
                 yield _DialledStream(peer.place, call)
@@ -42,8 +47,6 @@ def grpc_dial(channel: DialChannel) -> Dial:
                 await _hang_up(call, _GOODBYE_S)
             finally:
                 call.cancel()
-
-    return dial
 
 
 async def _hang_up(call: Any, patience_s: float) -> None:

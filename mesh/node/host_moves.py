@@ -1,6 +1,6 @@
 """The transfers of a node: who may open one, where its KV comes from, and that its end is heard.
 
-`move_kv` dials, `serve_transfer` was dialled; both end in one `send` or `receive` of mesh.node.host_transfer.
+`move_kv` dials, `serve_transfer` was dialled; both end in one mesh.node.host_send.send or host_receive.receive.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from mesh.node.host_desk import Desk
 from mesh.node.host_frames import Dial, FrameStream, HostFrame, KvOpen, Resume
 from mesh.node.host_ledger import Entry, Owner, Phase
 from mesh.node.host_link import Link
+from mesh.node.host_receive import receive
+from mesh.node.host_send import send
 from mesh.node.host_session import Session
 from mesh.node.host_session_ends import DiallingSession, ServedSession
 from mesh.node.host_sources import HeldSource, MovingSource, PrefillSource, Source, shippable_tokens
-from mesh.node.host_transfer import TransferParts, receive, send
+from mesh.node.host_transfer_parts import TransferParts
 from mesh.node.port import KvDirection, KvOrder, KvReport
 from mesh.telemetry.log import get_logger
 

@@ -155,8 +155,8 @@ class Session:
                 if not self._may_go_on(error):
                     self._fail(error)
                     return
-                log.info("kv_transfer_broken", peer=self.peer_place.node_id, error=error.message)
                 stream = await self._again(error)
+                log.info("kv_transfer_resumed", peer=self.peer_place.node_id, after=error.message)
                 self.resumed += 1
                 self._ack_due = True  # the last one may not have arrived
         except MeshError as error:

@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator
 
 from mesh.identity.place import Place
 from mesh.node.engine import RunId
-from mesh.node.grpc_port_transfer import DialChannel, grpc_dial
+from mesh.node.grpc_port_transfer import DialChannel, GrpcTransport
 from mesh.node.host import NodeHost
 from mesh.node.port import KvOrder, KvReport, PortEvent, RunOrder
+from mesh.node.transport import Transport
 
 
 class LocalPort:
@@ -17,7 +18,7 @@ class LocalPort:
 
     def __init__(self, host: NodeHost, channel: DialChannel, *, address: str = "") -> None:
         self._host = host
-        self._dial = grpc_dial(channel)
+        self._transport: Transport = GrpcTransport(channel)
         self._address = address
 
     @property
@@ -34,7 +35,7 @@ class LocalPort:
 
     async def move_kv(self, order: KvOrder) -> KvReport:
         """See NodePort.move_kv; this node dials the peer."""
-        return await self._host.move_kv(order, self._dial)
+        return await self._host.move_kv(order, self._transport.dial)
 
     async def release(self, run_id: RunId) -> None:
         """See NodePort.release."""

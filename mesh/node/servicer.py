@@ -17,8 +17,9 @@ from mesh.identity.place import Place, Role
 from mesh.node import wire_bounds as bounds
 from mesh.node.engine import RunId
 from mesh.node.host import NodeHost
-from mesh.node.host_frames import Dial, HostFrame
+from mesh.node.host_frames import HostFrame
 from mesh.node.port import WorkContext
+from mesh.node.transport import Transport
 from mesh.node.wire import event_to_wire, load_to_wire, order_from_wire, place_to_wire
 from mesh.node.wire_kv import frame_from_wire, frame_to_wire, kv_order_from_wire, report_to_wire
 from mesh.v1 import node_pb2, node_pb2_grpc
@@ -54,12 +55,12 @@ def check_mover(caller: Place, context: WorkContext) -> None:
 
 class NodeServicer(node_pb2_grpc.NodeServicer):
     """See the module's docstring. `peer_place` raises Unauthenticated where there is no certificate of a node.
-    `dial` is how this node reaches others when it is ordered to move KV; without it such orders are refused."""
+    `transport` is how this node reaches others when it is ordered to move KV; without it such orders are refused."""
 
-    def __init__(self, host: NodeHost, peer_place: PeerPlace, dial: Dial | None = None) -> None:
+    def __init__(self, host: NodeHost, peer_place: PeerPlace, transport: Transport | None = None) -> None:
         self._host = host
         self._peer_place = peer_place
-        self._dial = dial
+        self._transport = transport
 
     async def Run(
         self, request: node_pb2.RunRequest, context: grpc.aio.ServicerContext
@@ -90,9 +91,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         caller = self._caller(context)
         order = kv_order_from_wire(request.open, request.peer_address, request.peer_place)
         check_mover(caller, order.context)
-        if self._dial is None:
+        if self._transport is None:
             raise NotImplementedHere(f"node {self._host.place.node_id} does not dial; order the move at its peer")
-        report = await self._host.move_kv(order, self._dial)
+        report = await self._host.move_kv(order, self._transport.dial)
         return node_pb2.MoveKvResponse(report=report_to_wire(report))
 
     async def GetInfo(

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from mesh.errors import NodeUnreachable, PolicyDenied
+from mesh.errors import Internal, MeshError, NodeUnreachable, PolicyDenied
 from mesh.identity.place import Place, Role, Tier
 from mesh.identity.signing import SignedRecord
 from mesh.node.engine import RunId
@@ -141,7 +141,6 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-_END = object()
 Tamper = Callable[[HostFrame], list[HostFrame]]
 
 
@@ -168,15 +167,15 @@ class MemoryStream:
         if self.closed:
             raise NodeUnreachable("the stream is closed")
         frame = await self._inbox.get()
-        if frame is _END:
+        if isinstance(frame, MeshError):
             self.closed = True
-            raise NodeUnreachable("the peer ended the stream")
+            raise frame
         return frame
 
-    def end(self) -> None:
-        """The peer sees the end after what was sent."""
+    def end(self, error: MeshError | None = None) -> None:
+        """The peer sees the end, or the error, after what was sent."""
         self.closed = True
-        self._outbox.put_nowait(_END)
+        self._outbox.put_nowait(error or NodeUnreachable("the peer ended the stream"))
 
 
 def memory_pair(a: Place, b: Place) -> tuple[MemoryStream, MemoryStream]:
@@ -217,10 +216,12 @@ class MemoryNetwork:
         return dial
 
     async def _serve(self, host: NodeHost, stream: MemoryStream) -> None:
+        error: MeshError | None = None
         try:
             await host.serve_transfer(await stream.recv(), stream)
             self.served.append(None)
         except Exception as exc:
+            error = exc if isinstance(exc, MeshError) else Internal("a bug over there")
             self.served.append(exc)
         finally:
-            stream.end()
+            stream.end(error)

@@ -15,7 +15,7 @@ from mesh.identity.place import Place, Role
 from mesh.kv.geometry import KvDtype
 from mesh.node.engine import RunId
 from mesh.node.grpc_port import GrpcPort
-from mesh.node.grpc_port_transfer import grpc_dial
+from mesh.node.grpc_port_transfer import GrpcTransport
 from mesh.node.host import NodeHost
 from mesh.node.port import KvDirection, KvOrder, KvSource, Peer, PortHeld
 from mesh.node.servicer import NodeServicer
@@ -71,8 +71,8 @@ async def listening(stack: AsyncExitStack, place: Place, *, caller: Place, dials
     engine, guard, callers = FakeEngine(kv_dtype=KvDtype.BF16), FakeGuard(), [caller]
     host = NodeHost(engine, FakeSigner(place), guard, place)
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
-    dial = grpc_dial(lambda peer: grpc.aio.insecure_channel(peer.address)) if dials else None
-    node_pb2_grpc.add_NodeServicer_to_server(NodeServicer(host, lambda context: callers[0], dial), server)
+    transport = GrpcTransport(lambda peer: grpc.aio.insecure_channel(peer.address)) if dials else None
+    node_pb2_grpc.add_NodeServicer_to_server(NodeServicer(host, lambda context: callers[0], transport), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     stack.push_async_callback(server.stop, None)
