@@ -171,7 +171,7 @@ class EdgeEngine(Group):
     max_context_tokens: AutoCount = 0
     """Longest prompt and output together; 0: the smaller of the model's own and n_ctx_tokens."""
     max_step_tokens: Count = 256
-    """Most tokens in one step; up to 63, llama.cpp repeats itself to the bit more often, at the price of prefill speed."""
+    """Most tokens in one step; up to 63, llama.cpp repeats itself to the bit more often, but prefills more slowly."""
     max_running: Count = 8
     """Most sequences in one step."""
     max_sequences: Count = 32
