@@ -41,16 +41,16 @@ async def reference(mesh: MemoryMesh, request: pb.GenerateRequest) -> list[int]:
 
 @pytest.mark.parametrize("shape", [LOCAL, CORE, SPLIT, OFFLOAD])
 async def test_every_shape_gives_the_same_tokens_and_leaves_nothing(make_mesh: MakeMesh, shape: int) -> None:
-    mesh = make_mesh("core-1", "paris", entry="paris")
+    mesh = make_mesh("core-1", "paris", entry="paris", step_delay_s=0.001)
     prompt = "a prompt of some length, so that there is something to move " * 3
-    want = await reference(mesh, request_of(prompt, shape=LOCAL))
-    answer = await ask(mesh.door, request_of(prompt, shape=shape))
+    want = await reference(mesh, request_of(prompt, shape=LOCAL, max_tokens=60))
+    answer = await ask(mesh.door, request_of(prompt, shape=shape, max_tokens=60))
     assert answer.ids == want
     assert answer.decision is not None
     assert answer.finish is not None
     assert answer.decision.plan.shape == shape
     assert answer.finish.reason == common.FINISH_REASON_LENGTH
-    assert answer.finish.usage.completion_tokens == 12
+    assert answer.finish.usage.completion_tokens == 60
     assert answer.finish.usage.prompt_tokens == len(prompt)
     moved = shape in (SPLIT, OFFLOAD)
     assert [m.cause for m in answer.migrations] == (["plan"] if moved else [])
