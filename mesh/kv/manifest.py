@@ -17,6 +17,9 @@ from mesh.kv.hashing import BLOCK_TOKENS
 from mesh.node.engine import EngineInfo
 
 MANIFEST_FORMAT = 1
+CLOCK_SKEW_S = 60.0
+"""How far the clocks of two nodes may be apart before KV that is still good counts as expired. Clocks of a mesh are
+synchronised; a box whose clock is further off has its KV refused and recomputed, never used past its time."""
 CANONICAL = "canonical"
 """In an order: the codec is settled by the two ends, see chosen_codec."""
 
@@ -105,7 +108,7 @@ def check_compatible(
             raise _refusal("block_hashes", f"block {i} is of other tokens or another namespace")
     _equal("tenant", manifest.tenant, tenant)
     _equal("label", manifest.label, label)
-    if not (math.isfinite(manifest.expires_unix_s) and manifest.expires_unix_s > now_unix_s):
+    if not (math.isfinite(manifest.expires_unix_s) and manifest.expires_unix_s + CLOCK_SKEW_S > now_unix_s):
         raise _refusal("expires_unix_s", "it has expired")
 
 

@@ -6,6 +6,7 @@ After each, nothing is left at the target, the source still has what it had, and
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ from mesh.kv.geometry import KvDtype
 from mesh.kv.transfer_frames import Chunk, Commit, Done, Offer, Piece, Want
 from mesh.node.engine import RunId
 from mesh.node.host_frames import HostFrame, KvOpen
+from mesh.node.legs import Clock
 from mesh.node.port import KvSource
 from tests.fakes.fake_engine import GEOMETRY
 from tests.fakes.fake_node import (
@@ -88,6 +90,26 @@ async def test_raw_between_unlike_pools(bench: Bench) -> None:
     bench.remake_target(kv_dtype=KvDtype.F32)
     error = await bench.fails(KvIncompatible, codec="raw")
     assert "dtype" in error.message
+
+
+@pytest.mark.parametrize(
+    ("skew_s", "good"),
+    [(0.0, True), (500.0, True), (650.0, True), (670.0, False), (86_400.0, False), (-86_400.0, True)],
+)
+async def test_expiry_with_clocks_apart(bench: Bench, skew_s: float, good: bool) -> None:
+    """The receiver's clock is ahead by so much. KV lives for 600 s and a minute is forgiven; what counts as expired
+    is refused and counted, and a clock that is behind makes nothing older."""
+    parts = bench.target._moves._parts
+    bench.target._moves._parts = replace(parts, clock=Clock(unix_s=lambda: time.time() + skew_s))
+    if good:
+        assert (await bench.move()).tokens == 600
+        await bench.target.release(RunId("target"))
+    else:
+        error = await bench.fails(KvIncompatible)
+        assert "expires_unix_s" in error.message
+        assert ("KV_INCOMPATIBLE", 1) in bench.target.statistics().transfer_failures
+        assert ("KV_INCOMPATIBLE", 1) in bench.source.statistics().transfer_failures
+    assert bench.source_engine.hold_ids == ["h"]
 
 
 async def test_an_unknown_codec(bench: Bench) -> None:
