@@ -33,7 +33,8 @@ class DiallingSession(Session):
 
     def _may_go_on(self, error: MeshError) -> bool:
         # A peer that was not heard may not have the transfer; its entry does better to look elsewhere at once.
-        return super()._may_go_on(error) and self.receiving.received > 0
+        heard = self.receiving.received > 0 or self.sending.acked > 0
+        return super()._may_go_on(error) and heard
 
     async def _connect(self, first: KvOpen | Resume) -> FrameStream:
         stream = await self._stack.enter_async_context(self._dial(self._peer))
