@@ -105,13 +105,14 @@ class KvtcCodec:
     def encode(self, slab: KvSlab) -> bytes:
         return self.encode_with_stats(slab, exact_from=slab.stop)[0]
 
-    def encode_with_stats(self, slab: KvSlab, *, exact_from: int) -> tuple[bytes, EncodeStats]:
-        """Like `encode`, with positions from `exact_from` on in q8_0."""
+    def encode_with_stats(self, slab: KvSlab, *, exact_from: int, sinks: bool = True) -> tuple[bytes, EncodeStats]:
+        """Like `encode`, with positions from `exact_from` on in q8_0. `sinks` False codes them like all others, which
+        is for measuring what that costs."""
         slab.check(self._geometry)
         n = slab.n_tokens
         positions = np.arange(slab.start, slab.stop)
         modes = np.zeros(n, dtype=np.uint8)
-        modes[(positions < SINK_TOKENS) | (positions >= exact_from)] = _EXACT
+        modes[(positions < SINK_TOKENS) & sinks | (positions >= exact_from)] = _EXACT
         features = features_of(slab, self._geometry)
         coefficients, energy = self._maps.project(features)
         levels = quantise(coefficients, self._steps)

@@ -70,7 +70,16 @@ def artifact_parts(*, step: float = 0.05, bound: float = 0.5) -> dict[str, objec
                 steps=steps,
                 contexts=context_of(mean_level(0.75 * spread, step)).astype(np.uint8),
                 bound=bound,
-                quality=(Quality(text="x", loss_ratio=0.004, loss_stderr_ratio=0.001, coded_ratio=20.0, windows=3),),
+                quality=(
+                    Quality(
+                        text="x",
+                        loss_ratio=0.004,
+                        loss_stderr_ratio=0.001,
+                        divergence_ratio=0.005,
+                        coded_ratio=20.0,
+                        windows=3,
+                    ),
+                ),
             ),
         ),
         "notes": "synthetic",

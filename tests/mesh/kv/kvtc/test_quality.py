@@ -31,7 +31,7 @@ def test_the_smallest_within_the_accepted_loss_is_chosen() -> None:
     best = smallest_within(found)
     assert best is not None
     assert best.codec == f"kvtc:{a.digest[:16]}:fine"
-    strict = smallest_within(found, 0.004)  # measured loss and a standard error are 0.005
+    strict = smallest_within(found, 0.004)  # its divergence is 0.005
     assert strict is not None
     assert strict.codec == "q8_0"
     assert smallest_within(found, -1.0) is None

@@ -1,0 +1,281 @@
+"""Calibration of a kvtc artifact: one basis for K and one for V over all layers and heads, settings by measured rate
+and error, and what each setting does to the continuation of held-out text.
+
+Steps: prefill windows of varied text; from most of them mean and covariance of the features, and from some the
+gradients of the continuation by the features (so that the basis spends its coefficients on what the output feels);
+eigenvectors; from the windows held out, rates and errors of every step, an allocation for each target ratio, and the
+perplexity of the last tokens of each window when all before but sinks and window went through the codec.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from core_node.kvtc.design import GROUP, Measured, design, measure
+from core_node.kvtc.probe import ModelProbe
+from core_node.kvtc.quality_probe import HeldOut, loss_of
+from core_node.kvtc.statistics import Covariance, Sensitivity, leading_eigenvectors, weigh_both_sides
+from core_node.kvtc.texts import Text, windows
+from core_node.kvtc.twin import TorchMaps
+from mesh.errors import InvalidRequest
+from mesh.kv.codecs import codec_named
+from mesh.kv.kvtc.artifact import Artifact, Quality, Setting, make_artifact, n_features
+from mesh.kv.kvtc.codec import SINK_TOKENS, WINDOW_TOKENS, KvtcCodec
+from mesh.kv.kvtc.transform import features_of
+from mesh.model.description import ModelDescription
+from mesh.model.tokenizer import load_tokenizer
+
+Progress = Callable[[int, int, str], None]
+_F16_BITS = 16
+_KEPT_EVERY = 8  # of the fit windows' tokens are kept for magnitudes
+_MAX_HELD_OUT_TOKENS = 2500  # for rates and errors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much to measure. `targets`: f16 bits over coded bits, before what the error bound adds."""
+
+    rank: int = 960
+    window_tokens: int = 1024
+    fit_windows: int = 40
+    held_out_windows: int = 12
+    sensitivity_every: int = 2  # of the fit windows
+    continuation_tokens: int = 128
+    targets: tuple[int, ...] = (12, 20, 30, 40, 50, 64, 80)
+    shrink_ratio: float = 0.1
+    floor_ratio: float = 0.02
+    bound_ratio: float = 2.0
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        least = SINK_TOKENS + WINDOW_TOKENS + self.continuation_tokens
+        if self.window_tokens < 2 * least or self.fit_windows < 1 or self.held_out_windows < 1 or not self.targets:
+            raise InvalidRequest(f"calibration needs windows of at least {2 * least} tokens", field="window_tokens")
+        if self.rank % GROUP:
+            raise InvalidRequest(f"rank must be a multiple of {GROUP}", field="rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """`measured`: the table that settings were designed from."""
+
+    artifact: Artifact
+    data: bytes
+    measured: Measured
+
+
+def calibrate(
+    description: ModelDescription,
+    texts: Sequence[Text],
+    plan: Plan,
+    progress: Progress = lambda done, total, what: None,
+) -> Calibration:
+    """Blocks for minutes; uses torch's threads. Raises InvalidRequest (text too short, model that cannot be read)."""
+    generator = torch.Generator().manual_seed(plan.seed)
+    fit, held_out = _split(texts, description, plan)
+    probe = ModelProbe(description, torch.bfloat16, plan.window_tokens)
+    basis = _learn(probe, fit, plan, generator, progress)
+    held: list[HeldOut] = []
+    for i, (kind, ids) in enumerate(held_out):
+        progress(i, len(held_out), "held-out windows")
+        held.append(HeldOut(kind=kind, ids=ids, slab=probe.prefill(ids)))
+    del probe
+    measured = _measure(basis, held, description, plan)
+    settings = tuple(
+        design(measured, name=f"{target}x", bits_per_token=_bits(description) / target, bound_ratio=plan.bound_ratio)
+        for target in plan.targets
+        if _bits(description) / target >= 1
+    )
+    parts = _Parts(description, basis, measured, _residual(basis, held, description), _notes(fit, held_out))
+    draft = parts.artifact(settings)[0]
+    settings = _probe_all(draft, held, description, plan, progress)
+    artifact, data = parts.artifact(settings)
+    return Calibration(artifact=artifact, data=data, measured=measured)
+
+
+@dataclass(frozen=True, slots=True)
+class _Basis:
+    """f32: `mean` [2, F], `weights` [2, B, D, D], `vectors` [2, F, R]; `fit`: coefficients of some tokens [n, 2R]."""
+
+    mean: NDArray[np.float32]
+    weights: NDArray[np.float32]
+    vectors: NDArray[np.float32]
+    fit: NDArray[np.float32]
+
+    def weigh(self, features: NDArray[np.float32]) -> torch.Tensor:
+        """Weighted distance to the mean [2, n, F]."""
+        blocks, dim = self.weights.shape[1:3]
+        centred = torch.from_numpy(features - self.mean[:, None]).view(2, -1, blocks, dim).transpose(1, 2)
+        return (centred @ torch.from_numpy(self.weights)).transpose(1, 2).reshape(features.shape)
+
+    def coefficients(self, weighted: torch.Tensor) -> torch.Tensor:
+        """[n, 2R]."""
+        return torch.cat([weighted[s] @ torch.from_numpy(self.vectors[s]) for s in range(2)], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    description: ModelDescription
+    basis: _Basis
+    measured: Measured
+    residual: NDArray[np.float32]
+    notes: str
+
+    def artifact(self, settings: tuple[Setting, ...]) -> tuple[Artifact, bytes]:
+        return make_artifact(
+            geometry=self.description.geometry,
+            weights_lineage=self.description.weights_lineage,
+            mean=self.basis.mean,
+            weights=self.basis.weights,
+            basis=self.basis.vectors,
+            residual=self.residual,
+            frequencies=self.measured.tables.frequencies.astype(np.uint16),
+            settings=settings,
+            notes=self.notes,
+        )
+
+
+def _bits(description: ModelDescription) -> int:
+    return 2 * n_features(description.geometry) * _F16_BITS
+
+
+def _split(
+    texts: Sequence[Text], description: ModelDescription, plan: Plan
+) -> tuple[list[tuple[str, NDArray[np.int64]]], list[tuple[str, NDArray[np.int64]]]]:
+    """Windows to fit on and windows held out, each kind in both if it has two windows."""
+    n = plan.fit_windows + plan.held_out_windows
+    cut = windows(texts, load_tokenizer(description.path), n_windows=n, window_tokens=plan.window_tokens)
+    every = max(2, round(n / plan.held_out_windows))
+    seen: dict[str, int] = {}
+    fit: list[tuple[str, NDArray[np.int64]]] = []
+    held_out: list[tuple[str, NDArray[np.int64]]] = []
+    for kind, ids in cut:
+        seen[kind] = seen.get(kind, 0) + 1
+        (held_out if seen[kind] % every == every // 2 + 1 else fit).append((kind, ids))
+    if not held_out:
+        held_out, fit = fit[-1:], fit[:-1] or fit
+    return fit, held_out
+
+
+def _learn(
+    probe: ModelProbe,
+    fit: Sequence[tuple[str, NDArray[np.int64]]],
+    plan: Plan,
+    generator: torch.Generator,
+    progress: Progress,
+) -> _Basis:
+    geometry = probe.geometry
+    n, blocks, dim = n_features(geometry), geometry.n_layers * geometry.n_kv_heads, geometry.head_dim
+    covariances = [Covariance(n), Covariance(n)]
+    felt = [Sensitivity(blocks, dim), Sensitivity(blocks, dim)]
+    start = plan.window_tokens - plan.continuation_tokens
+    some: list[NDArray[np.float32]] = []
+    for i, (_, ids) in enumerate(fit):
+        progress(i, len(fit), "windows")
+        features = features_of(probe.prefill(ids), geometry)[:, SINK_TOKENS:]
+        some.append(features[:, ::_KEPT_EVERY])
+        for s in range(2):
+            covariances[s].add(torch.from_numpy(features[s]))
+        if i % plan.sensitivity_every == 0:
+            gradients = probe.sensitivity(ids, start, generator)[:, SINK_TOKENS : start - WINDOW_TOKENS]
+            for s in range(2):
+                felt[s].add(torch.from_numpy(np.ascontiguousarray(gradients[s])))
+    progress(len(fit), len(fit), "basis")
+    unit = (felt[0].mean + felt[1].mean) / 2  # K and V in one unit: a bit goes where it saves most in either
+    rank = min(plan.rank, n // GROUP * GROUP)
+    means, weights, vectors = [], [], []
+    for s in range(2):
+        mean, covariance = covariances[s].result()
+        root = felt[s].weights(plan.shrink_ratio, plan.floor_ratio, unit).half().float()
+        vectors.append(leading_eigenvectors(weigh_both_sides(covariance, root), rank, generator).bfloat16().float())
+        means.append(mean)
+        weights.append(root)
+    basis = _Basis(
+        mean=torch.stack(means).numpy(),
+        weights=torch.stack(weights).numpy(),
+        vectors=torch.stack(vectors).numpy(),
+        fit=np.empty((0, 2 * rank), dtype=np.float32),
+    )
+    fitted = [basis.coefficients(basis.weigh(np.ascontiguousarray(x))).numpy() for x in some]
+    return replace(basis, fit=np.concatenate(fitted))
+
+
+def _middle(slab_features: NDArray[np.float32], plan: Plan) -> NDArray[np.float32]:
+    stop = plan.window_tokens - plan.continuation_tokens - WINDOW_TOKENS
+    return slab_features[:, SINK_TOKENS:stop]
+
+
+def _measure(basis: _Basis, held: Sequence[HeldOut], description: ModelDescription, plan: Plan) -> Measured:
+    every = max(1, len(held) * plan.window_tokens // _MAX_HELD_OUT_TOKENS)
+    coefficients, outside, n = [], 0.0, 0
+    for window in held:
+        features = _middle(features_of(window.slab, description.geometry), plan)[:, ::every]
+        weighted = basis.weigh(np.ascontiguousarray(features))
+        c = basis.coefficients(weighted)
+        outside += float(weighted.square().sum() - c.square().sum())
+        n += len(c)
+        coefficients.append(c.numpy())
+    return measure(basis.fit, np.concatenate(coefficients), max(0.0, outside / n))
+
+
+def _residual(basis: _Basis, held: Sequence[HeldOut], description: ModelDescription) -> NDArray[np.float32]:
+    """Mean magnitude of what all coefficients leave, by block, over its mean."""
+    blocks, dim = basis.weights.shape[1:3]
+    total = np.zeros((2, blocks))
+    for window in held:
+        features = features_of(window.slab, description.geometry)[:, SINK_TOKENS::_KEPT_EVERY]
+        weighted = basis.weigh(np.ascontiguousarray(features)).numpy()
+        for s in range(2):
+            rest = weighted[s] - (weighted[s] @ basis.vectors[s]) @ basis.vectors[s].T
+            total[s] += np.abs(rest).reshape(-1, blocks, dim).sum(axis=(0, 2))
+    relative: NDArray[np.float64] = np.maximum(total / total.mean(), 1e-3)
+    return relative.astype(np.float32)
+
+
+def _probe_all(
+    draft: Artifact, held: Sequence[HeldOut], description: ModelDescription, plan: Plan, progress: Progress
+) -> tuple[Setting, ...]:
+    """The settings with their quality, by kind of text."""
+    probe = ModelProbe(description, torch.float32, plan.window_tokens)
+    exact = codec_named("q8_0")
+    codecs = [
+        KvtcCodec(draft, setting, exact, TorchMaps(draft, setting, torch.device("cpu"))) for setting in draft.settings
+    ]
+    found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    for i, window in enumerate(held):
+        progress(i, len(held), "perplexity of every setting")
+        stop = plan.window_tokens - plan.continuation_tokens
+        for codec, loss in zip(codecs, loss_of(probe, window, codecs, stop), strict=True):
+            found.setdefault((codec.setting.name, window.kind), []).append(
+                (loss.nll, loss.divergence, loss.coded_ratio)
+            )
+    return tuple(
+        replace(s, quality=tuple(_quality(kind, v) for (name, kind), v in found.items() if name == s.name))
+        for s in draft.settings
+    )
+
+
+def _quality(kind: str, losses: Sequence[tuple[float, float, float]]) -> Quality:
+    nll, divergence, ratio = (np.asarray(column) for column in zip(*losses, strict=True))
+    spread = float(nll.std(ddof=1)) if len(nll) > 1 else math.nan
+    return Quality(
+        text=kind,
+        loss_ratio=math.expm1(float(nll.mean())),
+        loss_stderr_ratio=0.0 if math.isnan(spread) else spread / math.sqrt(len(nll)),
+        divergence_ratio=math.expm1(float(divergence.mean())),
+        coded_ratio=float(1.0 / (1.0 / ratio).mean()),
+        windows=len(nll),
+    )
+
+
+def _notes(fit: Sequence[tuple[str, object]], held_out: Sequence[tuple[str, object]]) -> str:
+    counts = {kind: sum(k == kind for k, _ in fit) for kind, _ in fit}
+    text = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    return f"kvmesh {version('kvmesh')}; fit on windows of {text}; {len(held_out)} held out"

@@ -1,0 +1,96 @@
+"""From coefficients to settings: what each step costs and spoils on held-out text, and the allocation for each target.
+
+Pure numpy. Magnitudes (and so the frequency tables' choice) come from the windows that the basis was made of, rates and
+errors from others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh.kv.kvtc.allocate import allocate
+from mesh.kv.kvtc.artifact import Setting
+from mesh.kv.kvtc.quantise import code_bits, context_of, laplace_counts, quantise, symbols_of
+from mesh.kv.kvtc.rans import PROB_BITS, FrequencyTables, normalise
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+
+GROUP = 8  # coefficients of like variance that share a step
+_N_STEPS = 16
+_PRIOR_COUNT = 2000.0  # weight of the Laplace shape against what was counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """`steps` f32 [n_steps] ascending; for each coefficient (K's, then V's; [2R]) dropped (index 0) or with each step:
+    bits a token and weighted squared error [2R, n_steps + 1], and the frequency table [2R, n_steps + 1].
+    `outside`: mean error that no coefficient mends, as the basis lacks it."""
+
+    steps: F32
+    bits: F64
+    errors: F64
+    contexts: NDArray[np.intp]
+    outside: float
+    tables: FrequencyTables
+
+
+def measure(fit: F32, held_out: F32, outside: float) -> Measured:
+    """`fit` and `held_out` are coefficients [n_tokens, 2R]."""
+    spread = np.sqrt(np.square(fit).mean(axis=0))
+    middle = np.median(spread)
+    steps = (middle * 2.0 ** (0.5 * (np.arange(_N_STEPS) - 3))).astype(np.float32)
+    levels = [np.abs(quantise(fit, step)).mean(axis=0) for step in steps]
+    contexts = np.stack([context_of(level) for level in levels], axis=1)
+    tables = _count(fit, steps, contexts)
+    n = fit.shape[1]
+    bits, errors = np.zeros((n, _N_STEPS + 1)), np.empty((n, _N_STEPS + 1))
+    errors[:, 0] = np.square(held_out.astype(np.float64)).mean(axis=0)
+    for i, step in enumerate(steps):
+        q = quantise(held_out, step)
+        errors[:, i + 1] = np.square(held_out - q * step).mean(axis=0)
+        bits[:, i + 1] = code_bits(q, np.broadcast_to(contexts[:, i], q.shape), tables).mean(axis=0)
+    contexts = np.concatenate([np.zeros((n, 1), dtype=np.intp), contexts], axis=1)
+    return Measured(steps=steps, bits=bits, errors=errors, contexts=contexts, outside=outside, tables=tables)
+
+
+def grouped(values: F64) -> F64:
+    """Sums over groups of coefficients [n_groups, n_choices]; K and V have whole groups each."""
+    summed: F64 = values.reshape(-1, GROUP, values.shape[1]).sum(axis=1)
+    return summed
+
+
+def design(measured: Measured, *, name: str, bits_per_token: float, bound_ratio: float) -> Setting:
+    """The setting of least error within `bits_per_token`; a token may err `bound_ratio` times the mean."""
+    chosen = allocate(grouped(measured.bits), grouped(measured.errors), bits_per_token)
+    each = np.repeat(chosen, GROUP)
+    rows = np.arange(len(each))
+    steps = np.where(each > 0, measured.steps[np.maximum(each, 1) - 1], 0.0).astype(np.float32)
+    error = measured.errors[rows, each].sum() + measured.outside
+    return Setting(
+        name=name,
+        steps=steps.reshape(2, -1),
+        contexts=measured.contexts[rows, each].astype(np.uint8).reshape(2, -1),
+        bound=float(bound_ratio * error),
+    )
+
+
+def _count(fit: F32, steps: F32, contexts: NDArray[np.intp]) -> FrequencyTables:
+    """What symbols really came under each context, over all steps, blended with the Laplace shape."""
+    prior = laplace_counts()
+    prior /= prior.sum(axis=1, keepdims=True)
+    width = prior.shape[1]
+    counted = np.zeros(prior.size)
+    for i, step in enumerate(steps):
+        symbols = symbols_of(quantise(fit, step)).astype(np.intp)
+        counted += np.bincount((contexts[:, i] * width + symbols).ravel(), minlength=prior.size)
+    counts = counted.reshape(prior.shape)
+    counts[:, 1:-1] = counts[:, 1:-1].reshape(len(counts), -1, 2).mean(axis=2).repeat(2, axis=1)  # signs are even
+    share = (counts + _PRIOR_COUNT * prior) / (counts.sum(axis=1, keepdims=True) + _PRIOR_COUNT)
+    share[:, :-1][share[:, :-1] < 0.4 / (1 << PROB_BITS)] = 0.0
+    share[:, -1] = np.maximum(share[:, -1], 0.5 / (1 << PROB_BITS))
+    share[:, 0] = np.maximum(share[:, 0], 1.0 / (1 << PROB_BITS))
+    return FrequencyTables(normalise(share))
