@@ -90,7 +90,8 @@ class Tokenizer:
 
     def _encode_plain(self, text: str) -> list[int]:
         try:
-            return list(self._bpe.encode(text, add_special_tokens=False).ids)
+            # A batch of one: `encode` holds the interpreter's lock, for seconds on a long text.
+            return list(self._bpe.encode_batch([text], add_special_tokens=False)[0].ids)
         except (UnicodeError, TypeError) as exc:
             raise InvalidRequest("the text holds code points that are not valid Unicode", field="text") from exc
 

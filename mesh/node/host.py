@@ -144,6 +144,11 @@ class NodeHost:
             case Held():
                 return PortHeld(kv_tokens=event.kv_tokens, leg=sign_leg(run.leg(event), self._desk.identity))
 
+    def entry_site_of(self, run_id: RunId) -> str:
+        """Site of the entry that ordered a run, import or hold; empty if there is no such thing, or no site."""
+        entry = self._desk.ledger.find(run_id)
+        return "" if entry is None else entry.owner.entry_site
+
     async def release(self, run_id: RunId) -> None:
         """Free a hold or cancel a run. Idempotent."""
         await self._desk.release(run_id)

@@ -31,12 +31,12 @@ _LOAD_PAUSE_S = 0.05  # changes that come closer than this are told together
 PeerPlace = Callable[[grpc.aio.ServicerContext], Place]
 
 
-def check_entry_site(caller: Place, context: WorkContext) -> None:
-    """Raise PolicyDenied if an edge orders work for a site that is not its own: what a policy calls `own` must not
-    be a matter of what a box says of itself."""
-    if caller.role is Role.EDGE and context.entry_site not in ("", caller.site):
+def check_site(caller: Place, entry_site: str, what: str) -> None:
+    """Raise PolicyDenied if an edge orders or ends work of a site that is not its own: what a policy calls `own` must
+    not be a matter of what a box says of itself. No site (empty) is nobody's."""
+    if caller.role is Role.EDGE and entry_site not in ("", caller.site):
         raise PolicyDenied(
-            f"{caller.node_id} is at site {caller.site}; it cannot order work for site {context.entry_site}",
+            f"{caller.node_id} is at site {caller.site}; it cannot {what} of site {entry_site}",
             rule="entry-site",
             node=caller.node_id,
         )
@@ -67,7 +67,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     ) -> AsyncIterator[node_pb2.RunResponse]:
         caller = self._caller(context)
         order = order_from_wire(request.order)
-        check_entry_site(caller, order.context)
+        check_site(caller, order.context.entry_site, "order work")
         async with aclosing(self._host.run(order)) as events:
             async for event in events:
                 yield node_pb2.RunResponse(event=event_to_wire(event))
@@ -75,8 +75,10 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def Release(
         self, request: node_pb2.ReleaseRequest, context: grpc.aio.ServicerContext
     ) -> node_pb2.ReleaseResponse:
-        self._caller(context)
-        await self._host.release(RunId(bounds.name("run_id", request.run_id)))
+        caller = self._caller(context)
+        run_id = RunId(bounds.name("run_id", request.run_id))
+        check_site(caller, self._host.entry_site_of(run_id), "end work")
+        await self._host.release(run_id)
         return node_pb2.ReleaseResponse()
 
     async def TransferKv(

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 
-from mesh.errors import Draining, MeshError, NotFound, Overloaded
+from mesh.errors import Draining, InvalidRequest, MeshError, NotFound, Overloaded
 from mesh.identity.principal import AccessRole, Principal
 from mesh.telemetry.log import get_logger, log_context
 from mesh.telemetry.metrics import Shape
@@ -29,6 +29,8 @@ from placement.entry.runner_types import MoveCause
 
 log = get_logger(__name__)
 MAX_OPEN_REQUESTS = 512
+MAX_ALONE_PER_TENANT = 16
+"""Requests that go on for clients who are away; one more ends the one whose client left first."""
 _GRACE_S = 30.0  # a request with an idempotency key goes on this long without a client
 
 
@@ -41,7 +43,7 @@ class FrontDoor:
         self._log = RequestLog()
         self._live: dict[str, LiveRequest] = {}
         self._producers: dict[str, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._alone: dict[str, asyncio.TimerHandle] = {}  # requests whose client is away, longest away first
         self._draining = False
 
     @property
@@ -64,6 +66,7 @@ class FrontDoor:
         then it goes on for a while, so that the client can come back."""
         stream = await self._open(principal, request)
         stream.readers += 1
+        self._client_is_back(stream.request_id)
         try:
             async for response in stream.read(request.resume_offset_tokens):
                 yield response
@@ -76,6 +79,8 @@ class FrontDoor:
         known = self._known(principal, request)
         if known is not None:
             return known
+        if request.resume_offset_tokens and not request.idempotency_key:
+            raise InvalidRequest("resume_offset_tokens needs an idempotency_key", field="resume_offset_tokens")
         if request.resume_offset_tokens:
             raise NotFound("no request with this idempotency_key is here to resume", field="idempotency_key")
         try:
@@ -129,6 +134,9 @@ class FrontDoor:
 
     def _ended(self, request_id: str) -> None:
         del self._live[request_id], self._producers[request_id]
+        self._client_is_back(request_id)
+        # What was answered goes by the clock, not with the next request.
+        asyncio.get_running_loop().call_later(self._log.keep_s + 1.0, lambda: self._log.expire(time.monotonic()))
 
     def _client_left(self, stream: RequestStream) -> None:
         live = self._live.get(stream.request_id)
@@ -138,14 +146,17 @@ class FrontDoor:
             live.driver.cancel()
             return
 
-        async def end_if_still_alone() -> None:
-            await asyncio.sleep(_GRACE_S)
-            if not stream.readers:
-                live.driver.cancel()
+        alone = [r for r in self._alone if (other := self._live.get(r)) and other.stream.tenant == stream.tenant]
+        if len(alone) >= MAX_ALONE_PER_TENANT:
+            self._live[alone[0]].driver.cancel()  # the one that has been waiting longest
+            self._client_is_back(alone[0])
+        loop = asyncio.get_running_loop()
+        self._alone[stream.request_id] = loop.call_later(_GRACE_S, live.driver.cancel)
 
-        task = asyncio.create_task(end_if_still_alone(), name=f"grace:{stream.request_id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _client_is_back(self, request_id: str) -> None:
+        timer = self._alone.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
 
     def _new_id(self) -> str:
         # The entry's node id comes first, so that any node can tell which entry owns a request.
@@ -219,10 +230,6 @@ class FrontDoor:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        waiting = list(self._tasks)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def _scope(principal: Principal) -> str | None:

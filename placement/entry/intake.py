@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +29,11 @@ MAX_PROMPT_CHARS = 2_000_000
 MAX_IDEMPOTENCY_KEY_CHARS = 128
 DEFAULT_MAX_TOKENS = 256
 EXPECTED_TOKENS = 128  # guess of an output's length where nothing is known
-_INLINE_CHARS = 16_000  # longer text is tokenised off the event loop (about 10 ms)
+_INLINE_CHARS = 4_000  # longer text is tokenised off the event loop
+_SLICE_CHARS = 8_000
+_CUT_TOKENS = 32
+# One thread: long prompts wait for one another and not for short ones, and never take more than one core.
+_LONG_PROMPTS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,21 +97,42 @@ async def encode_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model:
         assert isinstance(request, pb.GenerateRequest)
         return _checked_ids(request.tokens.ids, model)
     encode: Callable[[], Sequence[int]]
+    texts: Sequence[str]
     if kind == "text":
         if not request.text:
             raise InvalidRequest("the prompt is empty", field="text")
-        size, encode = len(request.text), lambda: model.tokenizer.encode(request.text)
+        texts, encode = (request.text,), lambda: model.tokenizer.encode(request.text)
     else:
         if model.chat is None:
             raise InvalidRequest(f"{model.model_id} has no chat template: send text or tokens", field="chat")
         template, messages = model.chat, _checked_chat(request.chat)
-        size, encode = sum(len(m.content) for m in messages), lambda: template.encode(messages)
+        texts, encode = [m.content for m in messages], lambda: template.encode(messages)
+    size = sum(map(len, texts))
     if size > MAX_PROMPT_CHARS:
         raise InvalidRequest(f"the prompt has {size} characters, at most {MAX_PROMPT_CHARS}", field=kind)
-    ids = encode() if size <= _INLINE_CHARS else await asyncio.to_thread(encode)
+    if size <= _INLINE_CHARS:
+        ids = encode()
+    else:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(_LONG_PROMPTS, refuse_hopeless, model, texts, kind)
+        ids = await loop.run_in_executor(_LONG_PROMPTS, encode)
     if not ids:
         raise InvalidRequest("the prompt has no tokens", field=kind)
     return tuple(ids)
+
+
+def refuse_hopeless(model: ServedModel, texts: Sequence[str], field: str) -> None:
+    """Raise InvalidRequest for texts that cannot fit the context, before they are tokenised as a whole: a slice at
+    a time, so that the work is bounded by the context. A cut makes a few tokens more, which are given back."""
+    room = most = model.description.context_tokens
+    for text in texts:
+        for start in range(0, len(text), _SLICE_CHARS):
+            part = text[start : start + _SLICE_CHARS]
+            room -= max(0, len(model.tokenizer.encode(part)) - _CUT_TOKENS)
+            if room < 0:
+                raise InvalidRequest(
+                    f"the prompt has more than the {most} tokens that {model.model_id} takes", field=field
+                )
 
 
 def _checked_ids(ids: Sequence[int], model: ServedModel) -> tuple[int, ...]:

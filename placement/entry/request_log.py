@@ -119,7 +119,7 @@ class RequestLog:
     """All streams of one entry, by request id and by (tenant, idempotency key)."""
 
     def __init__(self, *, keep_s: float = 120.0, max_kept: int = 1_000) -> None:
-        self._keep_s = keep_s
+        self.keep_s = keep_s
         self._max_kept = max_kept
         self._by_id: OrderedDict[str, RequestStream] = OrderedDict()
         self._by_key: dict[tuple[str, str], RequestStream] = {}
@@ -137,7 +137,7 @@ class RequestLog:
 
     def add(self, stream: RequestStream, now_s: float) -> None:
         """Take in a new stream, and let old ones go. Its key, if it has one, names it from now on."""
-        self._expire(now_s)
+        self.expire(now_s)
         self._by_id[stream.request_id] = stream
         if stream.idempotency_key:
             self._by_key[(stream.tenant, stream.idempotency_key)] = stream
@@ -156,8 +156,9 @@ class RequestLog:
         if self._by_key.get(key) is stream:
             del self._by_key[key]
 
-    def _expire(self, now_s: float) -> None:
+    def expire(self, now_s: float) -> None:
+        """Forget what ended more than `keep_s` ago, and what is too much."""
         ended = [s for s in self._by_id.values() if s.ended_s is not None]
-        old = [s for s in ended if s.ended_s is not None and now_s - s.ended_s > self._keep_s]
+        old = [s for s in ended if s.ended_s is not None and now_s - s.ended_s > self.keep_s]
         for stream in (*old, *ended[: max(0, len(ended) - self._max_kept)]):
             self.drop(stream)

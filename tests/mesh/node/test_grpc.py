@@ -293,3 +293,13 @@ async def test_an_edge_cannot_order_work_for_another_site(over_grpc: GrpcPair) -
     with pytest.raises(PolicyDenied) as caught:
         await collect_port(over_grpc.core_port, other)
     assert caught.value.details["rule"] == "entry-site"
+
+
+async def test_an_edge_cannot_end_work_of_another_site(over_grpc: GrpcPair) -> None:
+    context = context_of(entry_site="elsewhere")
+    await collect(over_grpc.core, run_order("theirs", prompt(20), context=context, prefill_only=True))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await over_grpc.stub.Release(node_pb2.ReleaseRequest(run_id="theirs"))
+    assert from_rpc_error(caught.value).details["rule"] == "entry-site"
+    assert over_grpc.core_engine.hold_ids == ["theirs"]
+    await over_grpc.core.release(RunId("theirs"))

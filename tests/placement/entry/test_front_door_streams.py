@@ -18,6 +18,7 @@ from mesh.identity.principal import AccessRole
 from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import inference_pb2 as pb
 from placement.entry import front_door as front_door_module
+from placement.entry.request_log import RequestLog, RequestStream
 from tests.fakes.mesh import (
     Answer,
     MemoryMesh,
@@ -117,7 +118,7 @@ async def test_resuming_what_is_not_here_is_not_found(make_mesh: MakeMesh) -> No
     mesh = make_mesh("paris", entry="paris")
     with pytest.raises(NotFound):
         await ask(mesh.door, request_of(idempotency_key="gone", resume_offset_tokens=3))
-    with pytest.raises(NotFound):  # keys are the tenant's own
+    with pytest.raises(InvalidRequest):  # an offset of what?
         await ask(mesh.door, request_of(resume_offset_tokens=3))
 
 
@@ -255,3 +256,39 @@ async def test_open_requests_are_bounded(make_mesh: MakeMesh, monkeypatch: pytes
             await ask(mesh.door, request_of("more"))
     await until(lambda: mesh.door.running == 0)
     assert len((await ask(mesh.door, request_of("more"))).ids) == 12
+
+
+async def test_the_grace_of_an_earlier_absence_ends_with_it(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh("paris", entry="paris", step_delay_s=0.001)
+    request = request_of(max_tokens=900, idempotency_key="k")
+    for _ in range(3):
+        async with asking(mesh.door, request, tokens=2):
+            assert not mesh.door._alone  # somebody is here: no timer runs
+        await until(lambda: len(mesh.door._alone) == 1)
+    async with asking(mesh.door, request, tokens=2) as (answer, _):
+        assert mesh.door.abort(principal(), answer.request_id)
+        await until(lambda: mesh.door.running == 0)
+    assert not mesh.door._alone
+
+
+async def test_clients_that_left_hold_a_bounded_number_of_requests(
+    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_door_module, "MAX_ALONE_PER_TENANT", 2)
+    mesh = make_mesh("paris", entry="paris", step_delay_s=0.001)
+    for number in range(4):
+        async with asking(mesh.door, request_of(f"p{number}", max_tokens=900, idempotency_key=f"k{number}"), tokens=1):
+            pass
+    await until(lambda: mesh.door.running == 2)
+    await mesh.door.drain(0.0)
+
+
+def test_an_ended_request_goes_by_the_clock() -> None:
+    log = RequestLog(keep_s=10.0)
+    stream = RequestStream("r", "acme", b"f", "k")
+    log.add(stream, 0.0)
+    stream.end(5.0)
+    log.expire(14.0)
+    assert log.find("acme", "k", b"f") is stream
+    log.expire(15.1)
+    assert log.find("acme", "k", b"f") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from mesh.identity.place import Tier
 from mesh.v1 import inference_pb2 as pb
 from placement.decide.types import PlanShape
 from placement.entry import intake
-from placement.entry.intake import Accepted, ServedModel, accept
+from placement.entry.intake import Accepted, ServedModel, accept, refuse_hopeless
 from placement.policy.model import parse_policy
 from tests.fakes.fake_engine import VOCAB
 from tests.fakes.mesh import POLICY, principal, request_of, toy_model
@@ -180,3 +181,23 @@ async def test_a_long_text_is_read_off_the_event_loop_and_a_fault_there_is_raise
 def test_served_model_knows_its_id() -> None:
     model: ServedModel = toy_model(model_id="m")
     assert model.model_id == "m"
+
+
+class _Counting:
+    """One token a character; counts what it was given."""
+
+    def __init__(self) -> None:
+        self.seen_chars = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.seen_chars += len(text)
+        return [5] * len(text)
+
+
+def test_a_hopeless_prompt_is_refused_before_it_is_tokenised_whole() -> None:
+    tokenizer = _Counting()
+    model = SimpleNamespace(tokenizer=tokenizer, description=SimpleNamespace(context_tokens=20_000), model_id="m")
+    with pytest.raises(InvalidRequest, match="more than the 20000 tokens"):
+        refuse_hopeless(model, ["x" * 1_900_000], "text")  # type: ignore[arg-type]
+    assert tokenizer.seen_chars < 40_000
+    refuse_hopeless(model, ["x" * 10_000, "y" * 9_000], "chat")  # type: ignore[arg-type]
