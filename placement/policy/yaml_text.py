@@ -2,11 +2,13 @@
 
 Refused: more than MAX_BYTES, anchors and aliases (so nothing can expand), nesting beyond MAX_DEPTH, more than one
 document, tags other than string, integer, number, boolean and null, keys that are no strings, keys given twice.
-`no`, `NO`, `on` and the like are strings, as in YAML 1.2: NO is also a country.
+`no`, `NO`, `on` and the like are strings, as in YAML 1.2: NO is also a country. Integers are decimal: what YAML 1.1
+reads in another base (1:30 is 90 to it, 010 is 8) is refused, and so are its numbers with `:` or `_`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,7 @@ Path = tuple[str | int, ...]
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
+_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9]*)", re.ASCII)
 _BOOLEANS = {"true", "True", "TRUE", "false", "False", "FALSE"}
 
 
@@ -137,6 +140,12 @@ def _scalar(node: yaml.ScalarNode, path: Path) -> Any:
         return node.value
     if node.tag not in _SCALARS:
         raise _problem(node.start_mark, path, f"the type {node.tag.removeprefix(_TAG)} is not allowed here")
+    if node.tag == _TAG + "int" and _DECIMAL.fullmatch(node.value) is None:
+        message = f"{node.value[:40]!r} is no int in plain decimal digits (quote it if it is text)"
+        raise _problem(node.start_mark, path, message)
+    if node.tag == _TAG + "float" and not {":", "_"}.isdisjoint(node.value):
+        message = f"{node.value[:40]!r} is no float in plain decimal digits (quote it if it is text)"
+        raise _problem(node.start_mark, path, message)
     try:
         return yaml.constructor.SafeConstructor().construct_object(node)
     except (ValueError, yaml.YAMLError) as exc:
