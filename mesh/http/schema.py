@@ -2,13 +2,15 @@
 
 Three kinds of fields: those with a meaning here; those of OpenAI's that would change the result and are not
 supported, which are refused by name (`_REFUSED_*`); and everything else, which cannot change the result (`user`,
-`store`, `metadata` ...) and is ignored, as clients send more with every version. kvmesh's own fields sit beside
-OpenAI's, and under `kvmesh`, where unknown keys are errors. Ranges are the entry's business: one rim checks them for
-gRPC and HTTP alike.
+`store`, `metadata` ...) and is ignored, as clients send more with every version. Sampling fields that OpenAI lacks
+(`top_k` ...) sit beside OpenAI's. kvmesh's own are under `kvmesh`, where unknown keys are errors, and are refused
+beside it: a label that is lost in silence lets a prompt leave its site. So does a key given twice, which is refused.
+Ranges are the entry's business: one rim checks them for gRPC and HTTP alike.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -117,12 +119,17 @@ class CompletionBody(Sampling):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
+def _is_one(value: object) -> bool:
+    """Whether it is the integer 1: `true` and 1.0 equal it and are other types."""
+    return type(value) is int and value == 1
+
+
 BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
 
 # A field, and whether its value asks for what is not there.
 _Refusals = Mapping[str, Callable[[Any], bool]]
 _REFUSED: Final[_Refusals] = {
-    "n": lambda v: v != 1,
+    "n": lambda v: not _is_one(v),
     "logit_bias": bool,
 }
 _REFUSED_CHAT: Final[_Refusals] = {
@@ -139,7 +146,7 @@ _REFUSED_CHAT: Final[_Refusals] = {
 }
 _REFUSED_COMPLETION: Final[_Refusals] = {
     **_REFUSED,
-    "best_of": lambda v: v != 1,
+    "best_of": lambda v: not _is_one(v),
     "suffix": bool,
     "echo": lambda v: v is not False,
 }
@@ -160,13 +167,15 @@ def _parse(raw: bytes, body: type[BodyT], refused: _Refusals) -> BodyT:
         data = from_json(raw, allow_inf_nan=False)
     except ValueError as exc:
         raise InvalidRequest(f"the body is not JSON: {exc}", field="body") from exc
+    _refuse_repeated_keys(raw)
     if not isinstance(data, dict):
         raise InvalidRequest("the body is not a JSON object", field="body")
     for field, asks in refused.items():
         if (value := data.get(field)) is not None and asks(value):
             raise InvalidRequest(f"{field} is not supported here: leave it out", field=field)
-    if data.get("kvmesh", ...) is None:
-        del data["kvmesh"]
+    for field in Extension.model_fields:
+        if data.get(field) is not None:
+            raise InvalidRequest(f"{field} is a field of kvmesh's own: put it under `kvmesh`", field=field)
     try:
         return body.model_validate(data)
     except ValidationError as exc:
@@ -174,6 +183,24 @@ def _parse(raw: bytes, body: type[BodyT], refused: _Refusals) -> BodyT:
         problem = exc.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(str(part) for part in problem["loc"] if not _is_branch(part))
         raise InvalidRequest(f"{field or 'body'}: {problem['msg']}", field=field) from None
+
+
+def _refuse_repeated_keys(raw: bytes) -> None:
+    """Of two equal keys one would be lost, a label too. The key is not told unless it is a field's name: it may be
+    a user's text."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                known = key == "kvmesh" or key in ChatBody.model_fields or key in Extension.model_fields
+                raise InvalidRequest(f"{key if known else 'a key'} is given twice", field=key if known else "body")
+            seen.add(key)
+
+    try:
+        json.loads(raw, object_pairs_hook=check)
+    except ValueError as exc:  # a number of thousands of digits, which is JSON all the same
+        raise InvalidRequest("the body is not JSON that can be read here", field="body") from exc
 
 
 def _is_branch(part: object) -> bool:

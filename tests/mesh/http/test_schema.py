@@ -75,7 +75,6 @@ def test_the_extension() -> None:
     assert (request.placement.node_id, request.placement.site) == ("n", "osaka")
     assert request.latency.ttft_s == 0.5
     assert not request.latency.HasField("tpot_s")
-    assert _chat(kvmesh=None) == _chat()
 
 
 @pytest.mark.parametrize("prompt", ["hi", ["hi"]])
@@ -110,6 +109,8 @@ def test_harmless_fields_are_ignored() -> None:
     ("field", "value"),
     [
         ("n", 2),
+        ("n", True),
+        ("n", 1.0),
         ("logit_bias", {"5": 1}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "auto"),
@@ -129,7 +130,9 @@ def test_chat_fields_that_would_change_the_result_are_refused(field: str, value:
     assert caught.value.details["field"] == field
 
 
-@pytest.mark.parametrize(("field", "value"), [("n", 3), ("best_of", 2), ("suffix", "x"), ("echo", True)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("n", 3), ("best_of", 2), ("best_of", True), ("suffix", "x"), ("echo", True)]
+)
 def test_completion_fields_that_would_change_the_result_are_refused(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"{field} is not supported"):
         _completion(**{field: value})
@@ -160,6 +163,7 @@ def test_completion_fields_that_would_change_the_result_are_refused(field: str, 
         ({"kvmesh": {"latency": {"ttft_s": "1"}}}, "kvmesh.latency.ttft_s"),
         ({"kvmesh": {"resume_offset_tokens": -1}}, "kvmesh.resume_offset_tokens"),
         ({"kvmesh": []}, "kvmesh"),
+        ({"kvmesh": None}, "kvmesh"),
     ],
 )
 def test_bad_fields_are_refused_by_name(fields: dict[str, Any], field: str) -> None:
@@ -186,3 +190,37 @@ def test_an_error_does_not_quote_the_prompt() -> None:
         _chat(messages=[{"role": "user", "content": {"secret": "my secret"}}])
     assert "secret" not in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("label", "restricted"),
+        ("placement", {"shape": "local"}),
+        ("latency", {"ttft_s": 1.0}),
+        ("idempotency_key", "k"),
+        ("resume_offset_tokens", 3),
+    ],
+)
+def test_our_fields_beside_openais_are_refused_and_not_lost(field: str, value: Any) -> None:
+    for build in (_chat, _completion):
+        with pytest.raises(InvalidRequest, match="under `kvmesh`") as caught:
+            build(**{field: value})
+        assert caught.value.details["field"] == field
+        build(**{field: None})  # as clients send what is not given
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ('"kvmesh": {"label": "restricted"}, "kvmesh": {}', "kvmesh"),
+        ('"kvmesh": {"label": "restricted", "label": ""}', "label"),
+        ('"model": "a", "model": "b"', "model"),
+        ('"my secret": 1, "my secret": 2', "body"),
+    ],
+)
+def test_a_key_given_twice_is_refused(more: str, field: str) -> None:
+    with pytest.raises(InvalidRequest, match="twice") as caught:
+        parse_chat(b'{"messages": [{"role": "user", "content": "hi"}], ' + more.encode() + b"}")
+    assert caught.value.details["field"] == field
+    assert "secret" not in str(caught.value)
