@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from core_node.kvtc.calibrate import Calibration, Plan, calibrate
 from core_node.kvtc.texts import Text, built_in, from_files
 from mesh.kv.kvtc.artifact import SUFFIX, Artifact, read_artifact
 from mesh.model.description import describe
+
+if TYPE_CHECKING:  # torch takes seconds to import: only calibration itself does
+    from core_node.kvtc.calibrate import Calibration
 
 
 def register(app: typer.Typer) -> None:
@@ -38,11 +39,9 @@ def calibrate_command(
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: one per core.")] = 0,
 ) -> None:
     """Make the artifact of MODEL: minutes on two cores for a small model, the same file for the same input."""
-    if threads:
-        torch.set_num_threads(threads)
     given = from_files(text or ())
     texts = given if only_text and given else (*given, *built_in())
-    made = run_with_bar(model, texts_plan(fit_windows), texts)
+    made = run_with_bar(model, texts, fit_windows, threads)
     target = out or default_path(model)
     write_artifact(target, made.data)
     console = Console()
@@ -64,13 +63,15 @@ def default_path(model: Path) -> Path:
     return model.with_name(model.name + SUFFIX)
 
 
-def texts_plan(fit_windows: int) -> Plan:
-    """The default plan with so many windows, a third as many held out (4 to 12)."""
-    return Plan(fit_windows=fit_windows, held_out_windows=min(12, max(4, fit_windows // 3)))
-
-
-def run_with_bar(model: Path, plan: Plan, texts: tuple[Text, ...]) -> Calibration:
+def run_with_bar(model: Path, texts: tuple[Text, ...], fit_windows: int, threads: int) -> Calibration:
     """Calibrate with a progress bar on stderr."""
+    import torch
+
+    from core_node.kvtc.calibrate import Plan, calibrate
+
+    if threads:
+        torch.set_num_threads(threads)
+    plan = Plan(fit_windows=fit_windows, held_out_windows=min(12, max(4, fit_windows // 3)))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("loading")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from core_node.kvtc.probe import ModelProbe
 from mesh.kv.chunks import chunk_ranges
+from mesh.kv.codec_types import Codec
 from mesh.kv.elements import convert
 from mesh.kv.geometry import KvDtype
 from mesh.kv.kvtc.codec import SINK_TOKENS, WINDOW_TOKENS, KvtcCodec
@@ -42,7 +43,7 @@ class Loss:
 def loss_of(
     probe: ModelProbe,
     window: HeldOut,
-    codecs: Sequence[KvtcCodec],
+    codecs: Sequence[Codec],
     stop: int,
     *,
     sinks: bool = True,
@@ -57,13 +58,11 @@ def loss_of(
     reference = probe.continuation(window.ids, stop)
     reference_nll = -float(reference.gather(1, targets).mean())
     for codec in codecs:
-        n_bytes = 0
-        n_excess = 0
+        n_bytes, n_excess = 0, 0
         for start, end in chunk_ranges(first, last):
-            part = half.tokens(start, end)
-            data, stats = codec.encode_with_stats(part, exact_from=end, sinks=sinks)
+            data, more = _encode(codec, half.tokens(start, end), sinks)
             n_bytes += len(data)
-            n_excess += stats.n_excess + stats.n_exact
+            n_excess += more
             probe.load(
                 codec.decode(data, start=start, n_tokens=end - start, geometry=probe.geometry, dtype=KvDtype.F16)
             )
@@ -75,3 +74,11 @@ def loss_of(
             excess_ratio=n_excess / (last - first),
         )
         probe.load(half)
+
+
+def _encode(codec: Codec, part: KvSlab, sinks: bool) -> tuple[bytes, int]:
+    """The bytes, and how many tokens needed more than their coefficients."""
+    if not isinstance(codec, KvtcCodec):
+        return codec.encode(part), 0
+    data, stats = codec.encode_with_stats(part, exact_from=part.stop, sinks=sinks)
+    return data, stats.n_excess + stats.n_exact
