@@ -15,7 +15,7 @@ from mesh.identity.place import Place
 from mesh.node.host_frames import FrameStream, HostFrame
 from mesh.node.port import Peer
 from mesh.node.wire_kv import frame_from_wire, frame_to_wire
-from mesh.rpc.errors import translate_rpc_errors
+from mesh.rpc.errors import DETAILS_KEY, translate_rpc_errors
 from mesh.v1 import node_pb2, node_pb2_grpc
 
 DialChannel = Callable[[Peer], grpc.aio.Channel]
@@ -66,13 +66,8 @@ class _DialledStream:
         self._call = call
 
     async def send(self, frame: HostFrame) -> None:
-        try:
-            with self._errors():
-                await self._call.write(node_pb2.TransferKvRequest(frame=frame_to_wire(frame)))
-        except Internal as exc:
-            # grpc says so too of a write at the very moment in which the connection breaks; what the peer itself has
-            # to say is heard by reading.
-            raise self._gone() from exc
+        with self._errors():
+            await self._call.write(node_pb2.TransferKvRequest(frame=frame_to_wire(frame)))
 
     async def recv(self) -> HostFrame:
         with self._errors():
@@ -88,7 +83,19 @@ class _DialledStream:
                 yield
         except (grpc.aio.BaseError, asyncio.InvalidStateError) as exc:
             raise self._gone() from exc  # the call has ended; reading tells why
+        except Internal as exc:
+            if _is_grpcs_own(exc.__cause__):
+                raise self._gone() from exc
+            raise
 
     def _gone(self) -> NodeUnreachable:
         node = self.peer_place.node_id
         return NodeUnreachable(f"node {node} ended the KV transfer's stream", node=node)
+
+
+def _is_grpcs_own(error: BaseException | None) -> bool:
+    """Whether an INTERNAL was not said by the peer's handler, which gives details: grpc ends a call so by itself when
+    the connection breaks at the very moment of a write."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return False
+    return all(key != DETAILS_KEY for key, _ in error.trailing_metadata() or ())

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import cast
 
+import grpc
 import grpc.aio
 import pytest
+from grpc_status import rpc_status
 
 from mesh.bench.link import LinkProxy
-from mesh.node.grpc_port_transfer import GrpcTransport
+from mesh.errors import Internal, NodeUnreachable
+from mesh.kv.transfer_frames import Done
+from mesh.node.grpc_port_transfer import GrpcTransport, _DialledStream
 from mesh.node.host import NodeHost
 from mesh.node.port import Peer
 from mesh.node.servicer import NodeServicer
 from mesh.node.transport import Transport
-from mesh.rpc.errors import ErrorInterceptor
+from mesh.rpc.errors import ErrorInterceptor, to_status
 from mesh.v1 import node_pb2_grpc
 from tests.conformance.transport_suite import Far, TransportSuite
 from tests.fakes.fake_node import CORE, EDGE, MemoryNetwork
@@ -58,3 +62,33 @@ class TestMemory(TransportSuite):
         far = Far(transport=transport, peer=Peer(address="memory", place=CORE), own=EDGE, sever=sever)
         network.hosts[CORE.node_id] = cast(NodeHost, far)
         return far
+
+
+class BrokenCall:
+    """A call that ends like one whose connection broke under a write, or like one whose handler raised a bug."""
+
+    def __init__(self, trailing: tuple[tuple[str, bytes], ...]) -> None:
+        self._error = grpc.aio.AioRpcError(
+            grpc.StatusCode.INTERNAL,
+            grpc.aio.Metadata(),
+            grpc.aio.Metadata(*trailing),
+            details="Internal error from Core",
+        )
+
+    async def read(self) -> None:
+        raise self._error
+
+    async def write(self, message: object) -> None:
+        raise self._error
+
+
+async def test_an_internal_error_of_grpc_itself_is_a_broken_stream() -> None:
+    """Resumable; one that the peer's handler gave is a bug there, and is told as such."""
+    ours = _DialledStream(CORE, BrokenCall(()))
+    for use in (ours.recv, lambda: ours.send(Done(1))):
+        with pytest.raises(NodeUnreachable):
+            await use()
+    details = rpc_status.to_status(to_status(Internal("a bug"))).trailing_metadata
+    theirs = _DialledStream(CORE, BrokenCall(details))
+    with pytest.raises(Internal):
+        await theirs.recv()
