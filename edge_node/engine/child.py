@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import IO, Any, Final
@@ -38,8 +37,10 @@ from edge_node.engine.messages import (
 )
 from mesh.errors import Cancelled, Internal, MeshError, NodeUnreachable
 from mesh.node.engine import Finished, Held, RunEvent, RunSpec
+from mesh.telemetry.log import get_logger
 
-_KEPT_STDERR_BYTES: Final = 4096
+_log = get_logger(__name__)
+_TOLD_STDERR_BYTES: Final = 480  # what the log takes of a text
 _ADVICE: Final = {
     signal.SIGILL: "this llama.cpp build does not suit this CPU; run `kvmesh doctor`",
     signal.SIGKILL: "killed from outside, or out of memory",
@@ -192,7 +193,10 @@ class Child:
         """The process has ended or must: reap it, say why to all who wait, free what it held."""
         self._process.kill()
         await asyncio.to_thread(self._process.wait)
-        cause = trouble or _cause(self._process.returncode, self._stderr)
+        cause = trouble or _cause(self._process.returncode)
+        if not self._closing:
+            # For the log alone: the cause reaches tenants, and these lines hold paths and whatever a library prints.
+            _log.warning("llama_worker_ended", cause=cause, error=_last_words(self._stderr))
         self._stderr.close()
         self.arena.close()
         if self._writer is not None:
@@ -227,15 +231,17 @@ def _popen(theirs: socket.socket, arena: Arena, stderr: IO[bytes], n_threads: in
     )
 
 
-def _cause(returncode: int, stderr: IO[bytes]) -> str:
-    """One line for people: how it ended, and the last line it wrote."""
+def _cause(returncode: int) -> str:
+    """How it ended, in words for a tenant."""
     if returncode < 0:
         number = signal.Signals(-returncode)
-        how = f"{number.name} ({_ADVICE.get(number, 'a crash')})"
-    else:
-        how = f"exit code {returncode}"
+        return f"{number.name} ({_ADVICE.get(number, 'a crash')})"
+    return f"exit code {returncode}"
+
+
+def _last_words(stderr: IO[bytes]) -> str:
+    """The end of what it wrote, in one line."""
     stderr.seek(0, 2)
-    stderr.seek(max(0, stderr.tell() - _KEPT_STDERR_BYTES))
-    lines = deque((line.strip() for line in stderr.read().decode(errors="replace").splitlines()), maxlen=8)
-    last = next((line for line in reversed(lines) if line), "")
-    return f"{how}: {last}" if last else how
+    stderr.seek(max(0, stderr.tell() - _TOLD_STDERR_BYTES))
+    lines = (line.strip() for line in stderr.read().decode(errors="replace").splitlines())
+    return " | ".join(line for line in lines if line)
