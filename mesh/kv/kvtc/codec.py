@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,6 @@ from mesh.kv.geometry import KvDtype, KvGeometry
 from mesh.kv.kvtc.artifact import Artifact, Setting
 from mesh.kv.kvtc.quantise import (
     ESCAPE,
-    MAX_LEVEL,
     code_bits,
     context_of,
     escape_what_has_no_frequency,
@@ -41,6 +40,7 @@ from mesh.kv.kvtc.quantise import (
 )
 from mesh.kv.kvtc.rans import Decoder, FrequencyTables, encode
 from mesh.kv.kvtc.transform import LinearMaps, NumpyMaps, features_of, slab_of
+from mesh.kv.kvtc.wire import WIDE, Escapes, Reader
 from mesh.kv.slab import KvSlab
 
 SINK_TOKENS = 4
@@ -51,7 +51,6 @@ _HEADER = struct.Struct(
     "<BxHIIII"
 )  # format, tokens, escapes, wide ones among them, bytes of the coefficients, bytes of the excess
 _EXACT = 255
-_WIDE = -128  # in place of an escaped level that a byte does not hold
 _EXCESS_LANES = 8
 _MAGNITUDES_PER_OCTAVE = 8
 _MAGNITUDE_ZERO = 128  # the byte of magnitude 1
@@ -145,7 +144,7 @@ class KvtcCodec:
         version, count, n_escapes, n_wide, coded_bytes, excess_bytes = _HEADER.unpack_from(data)
         if version != _FORMAT or count != n_tokens or n_tokens < 1:
             raise PayloadCorrupt(f"this is no chunk of {n_tokens} tokens in {self.name}")
-        reader = _Reader(view, _HEADER.size)
+        reader = Reader(view, _HEADER.size)
         flags = np.unpackbits(reader.array("u1", -(-n_tokens // 8)), count=n_tokens).astype(bool)
         modes = np.zeros(n_tokens, dtype=np.uint8)
         modes[flags] = reader.array("u1", int(flags.sum()))
@@ -154,7 +153,7 @@ class KvtcCodec:
         coded = np.flatnonzero(modes != _EXACT)
         with_excess = np.flatnonzero((modes > 0) & (modes != _EXACT))
         magnitudes = reader.array("u1", len(with_excess))
-        escapes = _Escapes(reader.array("i1", n_escapes), reader.array("<i4", n_wide))
+        escapes = Escapes(reader.array("i1", n_escapes), reader.array("<i4", n_wide))
         try:
             levels = self._read_levels(reader.take(coded_bytes), len(coded), escapes)
             excess = self._read_excess(reader.take(excess_bytes), modes[with_excess], magnitudes, escapes)
@@ -219,14 +218,14 @@ class KvtcCodec:
             contexts = self._excess_contexts(magnitudes, steps)
             excess_bytes = _code(_to_lanes(excess), _to_lanes(contexts), self._artifact.tables, escapes)
         escaped = np.concatenate(escapes) if escapes else np.empty(0, dtype=np.int32)
-        wide = np.abs(escaped) > -_WIDE - 1
+        wide = np.abs(escaped) > -WIDE - 1
         return b"".join(
             [
                 _HEADER.pack(_FORMAT, len(modes), len(escaped), wide.sum(), len(coefficient_bytes), len(excess_bytes)),
                 np.packbits(flags).tobytes(),
                 modes[flags].tobytes(),
                 magnitudes.tobytes(),
-                np.where(wide, _WIDE, escaped).astype("i1").tobytes(),
+                np.where(wide, WIDE, escaped).astype("i1").tobytes(),
                 escaped[wide].astype("<i4").tobytes(),
                 coefficient_bytes,
                 excess_bytes,
@@ -240,7 +239,7 @@ class KvtcCodec:
         level = 2.0**octaves / steps  # mean |level| over the token
         return context_of(level[:, None] * self._residual)
 
-    def _read_levels(self, data: memoryview, n_coded: int, escapes: _Escapes) -> I32:
+    def _read_levels(self, data: memoryview, n_coded: int, escapes: Escapes) -> I32:
         levels = np.empty((len(self._contexts), n_coded), dtype=np.int32)
         if n_coded:
             decoder = Decoder(data, n_coded, self._artifact.tables)
@@ -255,7 +254,7 @@ class KvtcCodec:
         return levels.T
 
     def _read_excess(
-        self, data: memoryview, modes: NDArray[np.uint8], magnitudes: NDArray[np.uint8], escapes: _Escapes
+        self, data: memoryview, modes: NDArray[np.uint8], magnitudes: NDArray[np.uint8], escapes: Escapes
     ) -> F32:
         """Weighted features [2, n, F]."""
         n, width = len(modes), len(self._residual)
@@ -273,7 +272,7 @@ class KvtcCodec:
         values = _from_lanes(levels, n).astype(np.float32) * steps[:, None]
         return np.ascontiguousarray(values.reshape(n, 2, width // 2).transpose(1, 0, 2))
 
-    def _fill_exact(self, slab: KvSlab, reader: _Reader, exact: NDArray[np.intp]) -> None:
+    def _fill_exact(self, slab: KvSlab, reader: Reader, exact: NDArray[np.intp]) -> None:
         """Write q8_0 tokens into a slab that nobody else has yet."""
         if len(exact):
             size = self._exact.encoded_bytes(self._geometry, len(exact), slab.dtype)
@@ -314,49 +313,3 @@ def _pick(slab: KvSlab, tokens: NDArray[np.intp]) -> KvSlab:
     """Those tokens as a slab of their own (its positions mean nothing)."""
     k, v = (np.ascontiguousarray(part[:, tokens]) for part in (slab.k, slab.v))
     return convert(KvSlab(start=0, dtype=slab.dtype, k=k, v=v), slab.dtype)
-
-
-class _Escapes:
-    """Levels that no symbol holds, in the order of the symbols that stand for them."""
-
-    def __init__(self, narrow: NDArray[np.int8], wide: I32) -> None:
-        values = narrow.astype(np.int32)
-        if (values == _WIDE).sum() != len(wide) or (np.abs(wide.astype(np.int64)) > MAX_LEVEL).any():
-            raise PayloadCorrupt("escaped levels are malformed")
-        values[values == _WIDE] = wide
-        self._values = values
-        self._at = 0
-
-    def fill(self, levels: I32, symbols: NDArray[np.uint8]) -> None:
-        where = symbols == ESCAPE
-        n = int(where.sum())
-        if self._at + n > len(self._values):
-            raise PayloadCorrupt("fewer levels are escaped than the symbols say")
-        levels[where] = self._values[self._at : self._at + n]
-        self._at += n
-
-    def finish(self) -> None:
-        if self._at != len(self._values):
-            raise PayloadCorrupt("more levels are escaped than the symbols say")
-
-
-class _Reader:
-    """Takes a chunk's parts in order; raises PayloadCorrupt where they run out."""
-
-    def __init__(self, data: memoryview, at: int) -> None:
-        self._data = data
-        self._at = at
-
-    def take(self, size: int) -> memoryview:
-        part = self._data[self._at : self._at + size]
-        if len(part) < size:
-            raise PayloadCorrupt("a kvtc chunk ends early")
-        self._at += size
-        return part
-
-    def array(self, dtype: str, count: int) -> NDArray[Any]:
-        return np.frombuffer(self.take(count * np.dtype(dtype).itemsize), dtype=dtype)
-
-    def finish(self) -> None:
-        if self._at != len(self._data):
-            raise PayloadCorrupt("a kvtc chunk has bytes too many")
