@@ -48,7 +48,7 @@ class HostSettings:
     hold_timeout_s: float = 60.0
     idle_timeout_s: float = 60.0
     kv_lifetime_s: float = 600.0
-    resume_timeout_s: float = 10.0
+    resume_timeout_s: float = 3.0
     window_bytes: int = WINDOW_BYTES
     pause_tokens: float = 2.0
 
