@@ -158,11 +158,13 @@ class KvtcCodec:
             levels = self._read_levels(reader.take(coded_bytes), len(coded), escapes)
             excess = self._read_excess(reader.take(excess_bytes), modes[with_excess], magnitudes, escapes)
             escapes.finish()
-            features = np.empty((2, n_tokens, self._artifact.mean.shape[1]), dtype=np.float32)
-            features[:, coded] = self._maps.reconstruct(levels.astype(np.float32) * self._steps)
+            features = self._maps.reconstruct(levels.astype(np.float32) * self._steps)
+            if len(coded) < n_tokens:
+                some = features
+                features = np.zeros((2, n_tokens, some.shape[2]), dtype=np.float32)
+                features[:, coded] = some
             if len(with_excess):
                 features[:, with_excess] += self._maps.unweigh(excess)
-            features[:, modes == _EXACT] = 0.0
             slab = slab_of(features, geometry, start, dtype)
             self._fill_exact(slab, reader, np.flatnonzero(modes == _EXACT))
         except KvIncompatible as exc:

@@ -85,7 +85,8 @@ class NumpyMaps:
         for s in range(2):
             kept = artifact.basis[s][:, setting.steps[s] > 0].reshape(blocks, dim, -1)
             self._forward.append(np.matmul(self._weights[s], kept).reshape(blocks * dim, -1))
-            self._backward.append(np.ascontiguousarray(np.matmul(self._inverse[s], kept).reshape(blocks * dim, -1).T))
+            restore = np.matmul(self._inverse[s], kept).reshape(blocks * dim, -1).T
+            self._backward.append(np.concatenate([restore, self._mean[s : s + 1]]))  # the mean is one product more
 
     def project(self, features: F32) -> tuple[F32, F32]:
         centred = features - self._mean[:, None]
@@ -95,11 +96,11 @@ class NumpyMaps:
         return coefficients, energy
 
     def reconstruct(self, coefficients: F32) -> F32:
-        split = len(self._backward[0])
-        out = np.empty((2, len(coefficients), self._mean.shape[1]), dtype=np.float32)
-        np.matmul(coefficients[:, :split], self._backward[0], out=out[0])
-        np.matmul(coefficients[:, split:], self._backward[1], out=out[1])
-        out += self._mean[:, None]
+        n, split = len(coefficients), len(self._backward[0]) - 1
+        out = np.empty((2, n, self._mean.shape[1]), dtype=np.float32)
+        one = np.ones((n, 1), dtype=np.float32)
+        for s, part in enumerate((coefficients[:, :split], coefficients[:, split:])):
+            np.matmul(np.concatenate([part, one], axis=1), self._backward[s], out=out[s])
         return out
 
     def weigh(self, features: F32) -> F32:
