@@ -12,6 +12,7 @@ from mesh.identity.place import Place
 from mesh.registry.types import Registration
 from placement.entry.mesh_view import ModelFacts
 
+_MAX_COUNT = 2**31 - 1  # of a count of tokens or bytes: what the snapshot's fields and every node hold
 _MODEL_FIELDS = (
     "model_id",
     "weights_dtype",
@@ -34,7 +35,8 @@ def to_registration(
 
 
 def from_registration(registration: Registration, *, mesh: str) -> tuple[Place, tuple[ModelFacts, ...]]:
-    """Place and models of a registration. Raises InvalidRequest if it is not one of this mesh's nodes."""
+    """Place and models of a registration. Raises InvalidRequest if it is not one of this mesh's nodes, or a figure
+    of a model is out of range."""
     meta = registration.meta
     place = Place.from_uri(meta.get("place", ""))
     if place.mesh != mesh or place.node_id != registration.node_id:
@@ -47,13 +49,20 @@ def from_registration(registration: Registration, *, mesh: str) -> tuple[Place, 
                 ModelFacts(
                     model_id=meta[prefix + "model_id"],
                     weights_dtype=meta[prefix + "weights_dtype"],
-                    max_context_tokens=int(meta[prefix + "max_context_tokens"]),
+                    max_context_tokens=_count(meta[prefix + "max_context_tokens"]),
                     layout_hash=meta[prefix + "layout_hash"],
                     weights_lineage=meta[prefix + "weights_lineage"],
                     digest=meta[prefix + "digest"],
-                    kv_bytes_per_token=int(meta[prefix + "kv_bytes_per_token"]),
+                    kv_bytes_per_token=_count(meta[prefix + "kv_bytes_per_token"]),
                 )
             )
         except (KeyError, ValueError) as exc:
             raise InvalidRequest(f"registration {registration.node_id!r} has a bad {prefix}*", field="meta") from exc
     return place, tuple(models)
+
+
+def _count(text: str) -> int:
+    """Raises ValueError unless it is 1 to _MAX_COUNT, in plain digits."""
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(_MAX_COUNT)) and 0 < int(text) <= _MAX_COUNT):
+        raise ValueError("a count is out of range")
+    return int(text)

@@ -45,9 +45,20 @@ def changed(**meta: str | None) -> Registration:
         changed(place=replace(CORE, mesh="other").uri),
         changed(place=place_of("core-2").uri),
         changed(**{"model-0-max_context_tokens": "many"}),
+        *(
+            changed(**{f"model-0-{field}": value})
+            for field in ("max_context_tokens", "kv_bytes_per_token")
+            for value in ("0", "-1", str(2**31), "9" * 25, "9" * 5000, "1_0", " 7", "٧", "")
+        ),
         changed(**{"model-1-kv_bytes_per_token": None}),
     ],
 )
 def test_what_cannot_be_read_is_refused(registration: Registration) -> None:
     with pytest.raises(InvalidRequest):
         from_registration(registration, mesh="toy")
+
+
+def test_the_largest_counts_are_read() -> None:
+    registration = changed(**{"model-0-kv_bytes_per_token": str(2**31 - 1), "model-0-max_context_tokens": "1"})
+    _, models = from_registration(registration, mesh="toy")
+    assert (models[0].kv_bytes_per_token, models[0].max_context_tokens) == (2**31 - 1, 1)
