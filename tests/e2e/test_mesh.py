@@ -151,7 +151,7 @@ async def test_a_request_right_after_its_policy_was_applied(whole: RunningMesh) 
         ("x", {"top_p": 2.0}, "INVALID_REQUEST", "top_p"),
         ("", {}, "INVALID_REQUEST", "text"),
         ([10**6], {}, "INVALID_REQUEST", "tokens"),
-        ("word " * 20_000, {}, "INVALID_REQUEST", "prompt"),
+        ("word " * 20_000, {}, "INVALID_REQUEST", "text"),
         ("x" * 5_000_000, {}, "INVALID_REQUEST", None),
         ("x", {"node_id": "core-9"}, "UNKNOWN_NODE", "placement.node_id"),
     ],
