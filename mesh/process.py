@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +23,7 @@ from mesh.telemetry.log import get_logger
 
 log = get_logger(__name__)
 READY_FILE = "ready.json"
+_RESUME_AFTER_S = 1.0
 
 
 def prepare_state_folder(folder: Path) -> None:
@@ -69,6 +70,21 @@ def background(work: Coroutine[None, None, None], name: str) -> asyncio.Task[Non
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_tell_death)
     return task
+
+
+def background_loop(work: Callable[[], Coroutine[None, None, None]], name: str) -> asyncio.Task[None]:
+    """As `background`, for a loop that others depend on: an error is logged, and after a pause it is begun anew, for
+    one bad input must not stop it for good. Ends when `work` returns."""
+    return background(_resume(work, name), name)
+
+
+async def _resume(work: Callable[[], Coroutine[None, None, None]], name: str) -> None:
+    while True:
+        try:
+            return await work()
+        except Exception as error:
+            log.error("background_loop_failed", name=name, exc_info=error)
+        await asyncio.sleep(_RESUME_AFTER_S)
 
 
 def _tell_death(task: asyncio.Task[None]) -> None:

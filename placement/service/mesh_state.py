@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from mesh.errors import MeshError, NodeUnreachable, NotFound
 from mesh.identity.place import Place, Role, Tier
 from mesh.node.port import KvReport, NodePort, Peer
-from mesh.process import background
+from mesh.process import background_loop
 from mesh.registry.types import Health, NodesView, RegisteredNode, Registry
 from mesh.rpc.uplink.hub import UplinkHub
 from mesh.rpc.uplink.types import AttachedEdge
@@ -57,7 +57,7 @@ class MeshState:
     async def start(self) -> None:
         """Begin to watch. Returns at once."""
         loops = (self._watch_registry, self._watch_edges, self._push_snapshots, self._beat_for_edges)
-        self._tasks = [background(loop(), loop.__name__.strip("_")) for loop in loops]
+        self._tasks = [background_loop(loop, loop.__name__.strip("_")) for loop in loops]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -201,6 +201,8 @@ class MeshState:
                     break  # the registry is gone for now
                 except MeshError as error:  # this one cannot be registered (a full disk, too many models ...)
                     log.warning("edge_not_registered", node_id=node_id, reason=error.reason, error=error.message)
+                except Exception as error:  # the other edges must not miss their beats for it
+                    log.error("edge_not_registered", node_id=node_id, exc_info=error)
             await asyncio.sleep(_EDGE_BEAT_S)
 
     async def _register_edge(self, edge: AttachedEdge) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from mesh.errors import MeshError, NotFound, PayloadCorrupt, RevisionMismatch
 from mesh.identity.tenants import TenantDirectory
-from mesh.process import background
+from mesh.process import background_loop
 from mesh.registry.types import Registry, Value
 from mesh.telemetry.log import get_logger
 from placement.policy.book import PolicyBook
@@ -66,7 +66,7 @@ class PolicyReader:
     async def start(self) -> None:
         """Read once (raises NodeUnreachable), then follow."""
         self._use(await self._registry.list_values(POLICY_PREFIX))
-        self._task = background(self._follow(), "policies")
+        self._task = background_loop(self._follow, "policies")
 
     async def close(self) -> None:
         if self._task is not None:
@@ -163,7 +163,7 @@ class TenantStore:
     async def start(self) -> None:
         """Read once (raises NodeUnreachable, PayloadCorrupt), then follow."""
         self._use(await self._registry.get(TENANTS_KEY))
-        self._task = background(self._follow(), "tenants")
+        self._task = background_loop(self._follow, "tenants")
 
     async def close(self) -> None:
         if self._task is not None:

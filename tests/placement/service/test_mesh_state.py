@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import grpc.aio
 import pytest
+from structlog.testing import capture_logs
 
+from mesh import process
 from mesh.errors import NodeUnreachable, Overloaded
 from mesh.identity.place import Place, Role
 from mesh.node.host import NodeHost
@@ -39,6 +41,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "_BACKOFF_CAP_S", 0.1)
     monkeypatch.setattr(mesh_state_module, "_EDGE_BEAT_S", 0.02)
     monkeypatch.setattr(mesh_state_module, "_PUSH_EVERY_S", 0.02)
+    monkeypatch.setattr(process, "_RESUME_AFTER_S", 0.02)
 
 
 @pytest.fixture
@@ -168,6 +171,52 @@ async def test_trouble_with_one_edge_s_registration_does_not_stop_the_others(
     await until(lambda: [n.registration.node_id for n in registry._nodes] == ["edge-2"])
     monkeypatch.setattr(registry, "register", register)
     await until(lambda: len(registry._nodes) == 2)
+
+
+async def test_a_bad_figure_leaves_its_node_out_and_snapshots_go_on(
+    registry: MoodyRegistry, uplinks: Mesh, state: MeshState
+) -> None:
+    site = await uplinks.attach("edge-1")
+    bad = to_registration(replace(CORE, node_id="core-2"), "127.0.0.1:1", (MODEL,), ttl_s=60.0)
+    await registry.register(replace(bad, meta={**bad.meta, "model-0-max_context_tokens": "9" * 25}))
+    await join(registry, CORE, "127.0.0.1:1")
+    await until(lambda: {n.node_id for n in state.wire_snapshot().nodes} == {"core-1", "edge-1"})
+    told = len(site.snapshots)
+    await until(lambda: len(site.snapshots) > told + 1)
+
+
+async def test_no_loop_ends_for_good_of_one_error(
+    registry: MoodyRegistry, uplinks: Mesh, state: MeshState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug in any of them is logged with its trace, and the loop goes on when it is over."""
+    left = dict.fromkeys(("_to_wire", "_read", "_register_edge", "_changed"), 2)
+    raised: set[str] = set()
+
+    def breaking(name: str) -> Callable[..., object]:
+        real = getattr(state, name)
+
+        def call(*args: object) -> object:
+            if left[name] > 0:
+                left[name] -= 1
+                raised.add(name)
+                raise TypeError(name)
+            return real(*args)
+
+        return call
+
+    for name in left:
+        monkeypatch.setattr(state, name, breaking(name))
+    with capture_logs() as lines:
+        site = await uplinks.attach("edge-1")
+        await join(registry, CORE, "127.0.0.1:1")
+        await until(lambda: not any(left.values()))
+        await until(lambda: any(n.registration.node_id == "edge-1" for n in registry._nodes))
+        await until(lambda: node(state, "core-1") is not None)
+        told = len(site.snapshots)
+        await until(lambda: len(site.snapshots) > told + 1)
+    assert raised == left.keys()
+    assert all(isinstance(line["exc_info"], TypeError) for line in lines if line["event"] == "background_loop_failed")
+    assert all(not task.done() for task in state._tasks)
 
 
 async def test_a_registry_that_is_gone_and_one_that_forgot(

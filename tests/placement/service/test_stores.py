@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
+from mesh import process
 from mesh.errors import (
     AlreadyExists,
     InvalidRequest,
@@ -244,3 +246,28 @@ async def test_a_damaged_directory_stops_the_start(registry: MoodyRegistry) -> N
     await registry.put(TENANTS_KEY, b"junk")
     with pytest.raises(PayloadCorrupt):
         await TenantStore(registry, lambda: None).start()
+
+
+@pytest.mark.parametrize("follower", ["policies", "tenants"])
+async def test_following_goes_on_after_an_error(
+    registry: MoodyRegistry,
+    policies: PolicyStore,
+    tenants: TenantStore,
+    monkeypatch: pytest.MonkeyPatch,
+    follower: str,
+) -> None:
+    monkeypatch.setattr(process, "_RESUME_AFTER_S", 0.01)
+    store: Any = policies if follower == "policies" else tenants
+    real, failed = store._use, asyncio.Event()
+
+    def broken_once(values: object) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise TypeError("a bug")
+        real(values)
+
+    monkeypatch.setattr(store, "_use", broken_once)
+    await registry.put(POLICY_PREFIX + "acme", StoredPolicy(tenant="acme", yaml=ONE, version=1).to_json())
+    await registry.put(TENANTS_KEY, TenantDirectory().with_tenant(new_tenant("acme")).to_json())
+    await failed.wait()
+    await until(lambda: priority(policies) == 1 and tenants.directory != TenantDirectory())

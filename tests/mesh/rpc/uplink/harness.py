@@ -42,7 +42,9 @@ from mesh.rpc.uplink.types import AgentFacts, UplinkLimits
 from mesh.v1 import admin_pb2, uplink_pb2, uplink_pb2_grpc
 
 LEG = SignedRecord(body=b"{}", signature=b"signature", certificate=b"certificate")
-MODEL = admin_pb2.NodeModel(id="smol", max_context_tokens=8192, layout_hash="ab", weights_lineage="smol")
+MODEL = admin_pb2.NodeModel(
+    id="smol", max_context_tokens=8192, layout_hash="ab", weights_lineage="smol", kv_bytes_per_token=23040
+)
 
 
 def place(node_id: str, role: Role = Role.EDGE, site: str = "paris") -> Place:
