@@ -150,6 +150,7 @@ class LlamaStep:
         self._best_ids = np.empty(shape.max_logit_rows, dtype=np.int32)
         self._best = np.empty(shape.max_logit_rows, dtype=np.float32)
         self._embedding: torch.Tensor | None = None
+        self._int8 = int8
         self.phase_ns: NDArray[np.int64] | None = None  # [len(PHASES)], added to if set
 
     def __del__(self) -> None:
@@ -194,6 +195,14 @@ class LlamaStep:
         if failed:
             raise Overloaded("no memory for the output head")
         self._embedding = embedding  # the step reads it in place
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a step reads of packed matrices, each once."""
+        s = self.shape
+        q, kv = s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim
+        layer = s.hidden * (2 * q + 2 * kv + 3 * s.ffn)
+        return (s.n_layers * layer + s.vocab * s.hidden) * (1 if self._int8 else 2)
 
     def run(self, step: StepInput, k: torch.Tensor, v: torch.Tensor) -> StepOutput:
         """Compute a step over the pool `k`, `v` bf16 [n_layers, slots, n_kv_heads, head_dim], writing its K and V."""
