@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -36,6 +36,7 @@ from mesh.http.translate import chat_request, completion_request
 from mesh.identity.principal import Principal
 from mesh.v1 import inference_pb2
 
+BODY_TIMEOUT_S = 30.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -180,14 +181,20 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -
 
 
 async def _read_body(request: Request) -> bytes:
-    """The whole body. Raises HTTPException 413 over MAX_BODY_BYTES without reading on."""
+    """The whole body. Raises HTTPException 413 over MAX_BODY_BYTES and 408 after BODY_TIMEOUT_S without reading on."""
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise HTTPException(413)
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise HTTPException(413)
+                parts.append(part)
+    except TimeoutError:
+        raise HTTPException(408) from None
+    except ClientDisconnect:
+        raise Cancelled("the client closed the connection") from None
     return b"".join(parts)
 
 
@@ -216,11 +223,12 @@ async def _on_http_error(request: Request, error: HTTPException) -> Response:
     known: dict[int, MeshError] = {
         404: NotFound(f"no endpoint {request.url.path[:200]!r} here"),
         405: InvalidRequest(f"{request.method} is not possible on {request.url.path[:200]!r}"),
+        408: InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", field="body"),
         413: InvalidRequest(f"the body has more than {MAX_BODY_BYTES} bytes", field="body"),
     }
     mesh_error = known.get(error.status_code, InvalidRequest(str(error.detail)))
     headers = dict(error.headers or {}) | error_headers(mesh_error)
-    if error.status_code == 413:
+    if error.status_code in (408, 413):
         headers["connection"] = "close"  # the rest of the body is not read
     return JSONResponse(error_body(mesh_error, error.status_code), error.status_code, headers)
 

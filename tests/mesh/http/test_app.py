@@ -3,12 +3,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
 from mesh import errors
+from mesh.http import app as app_module
 from mesh.http.app import create_app
 from mesh.http.errors import STATUS, error_headers
 from mesh.http.sse import SseResponse
@@ -222,6 +224,23 @@ async def test_a_stream_without_a_finish_is_an_error(
 async def test_a_body_over_the_limit_is_413(http: httpx.AsyncClient, gateway: FakeGateway) -> None:
     response = await http.post("/v1/completions", content=b" " * (4 * 1024 * 1024 + 1))
     assert response.status_code == 413
+    assert response.json()["error"]["param"] == "body"
+    assert not gateway.requests
+
+
+async def test_a_body_that_does_not_arrive_is_408(
+    http: httpx.AsyncClient, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "BODY_TIMEOUT_S", 0.01)
+
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b'{"messages"'
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(5):
+        response = await http.post("/v1/chat/completions", content=stalling())
+    assert (response.status_code, response.headers["connection"]) == (408, "close")
+    assert response.json()["error"]["type"] == "invalid_request_error"
     assert response.json()["error"]["param"] == "body"
     assert not gateway.requests
 
