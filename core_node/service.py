@@ -23,7 +23,7 @@ from mesh.node.grpc_port_transfer import GrpcTransport
 from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
 from mesh.node.servicer import NodeServicer
-from mesh.process import announce_ready, check_certificate, prepare_state_folder, stop_signal
+from mesh.process import announce_ready, check_certificate, prepare_state_folder, raise_descriptor_limit, stop_signal
 from mesh.registry.open import RemoteSettings
 from mesh.rpc.channel import node_channel
 from mesh.rpc.peer import peer_place
@@ -48,6 +48,7 @@ async def serve(settings: CoreSettings) -> None:
     credentials = NodeCredentials.load(settings.identity.folder)
     place = credentials.place
     configure_log(settings.log, node_id=place.node_id)
+    raise_descriptor_limit()
     check_certificate(credentials)
     await asyncio.to_thread(prepare_state_folder, settings.state_folder)
     async with AsyncExitStack() as stack:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import signal
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -23,6 +24,7 @@ from mesh.telemetry.log import get_logger
 
 log = get_logger(__name__)
 READY_FILE = "ready.json"
+_MAX_DESCRIPTORS = 65_536
 _RESUME_AFTER_S = 1.0
 
 
@@ -31,6 +33,21 @@ def prepare_state_folder(folder: Path) -> None:
     make_private_folder(folder)
     with suppress(FileNotFoundError):
         (folder / READY_FILE).unlink()
+
+
+def raise_descriptor_limit() -> int:
+    """Open the soft limit of file descriptors (1,024 by default) up to the hard one, at most 65,536, and return it:
+    sockets of clients must not starve the links to the mesh. Never lowers it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:  # a sandbox may forbid it; the process can work with few
+        log.warning("descriptor_limit_not_raised", soft=soft, hard=hard, error_type=type(error).__name__)
+        return soft
+    return wanted
 
 
 def check_certificate(credentials: NodeCredentials) -> None:

@@ -31,7 +31,7 @@ from mesh.node.engine import EngineLoad
 from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
 from mesh.node.local_port import LocalPort
-from mesh.process import announce_ready, check_certificate, prepare_state_folder, stop_signal
+from mesh.process import announce_ready, check_certificate, prepare_state_folder, raise_descriptor_limit, stop_signal
 from mesh.rpc.channel import node_channel
 from mesh.rpc.server import health_server
 from mesh.rpc.uplink.agent import UplinkAgent
@@ -61,6 +61,7 @@ async def serve(settings: EdgeSettings) -> None:
     place = credentials.place
     identity = NodeIdentity(place, credentials)
     configure_log(settings.log, node_id=place.node_id)
+    raise_descriptor_limit()
     try:
         check_certificate(credentials)
     except Unauthenticated as error:  # the mesh will not have it, its own site's clients need it all the same

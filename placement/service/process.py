@@ -19,7 +19,7 @@ from mesh.identity.place import Place, Role
 from mesh.identity.principal import AccessRole, Principal
 from mesh.identity.signing import NodeIdentity
 from mesh.identity.tenants import issue_key, new_tenant
-from mesh.process import announce_ready, check_certificate, prepare_state_folder, stop_signal
+from mesh.process import announce_ready, check_certificate, prepare_state_folder, raise_descriptor_limit, stop_signal
 from mesh.registry.open import EmbeddedSettings
 from mesh.registry.servicer import RegistryServicer
 from mesh.rpc.channel import node_channel
@@ -57,6 +57,7 @@ async def serve(settings: PlacementSettings) -> None:
     place = credentials.place
     identity = NodeIdentity(place, credentials)
     configure_log(settings.log, node_id=place.node_id)
+    raise_descriptor_limit()
     check_certificate(credentials)
     await asyncio.to_thread(prepare_state_folder, settings.state_folder)
     async with AsyncExitStack() as stack:

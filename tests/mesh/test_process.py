@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -24,6 +25,7 @@ from mesh.process import (
     background,
     check_certificate,
     prepare_state_folder,
+    raise_descriptor_limit,
     stop_signal,
 )
 from tests.fakes.fake_engine import FakeEngine
@@ -46,6 +48,38 @@ def test_a_state_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
     (folder / "x").touch()
     with pytest.raises(InvalidRequest, match="chmod 700"):
         prepare_state_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"),
+    [
+        (1024, 4096, 4096),
+        (1024, 1_048_576, 65_536),
+        (1024, resource.RLIM_INFINITY, 65_536),
+        (4096, 4096, None),
+        (100_000, 1_048_576, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+    ],
+)
+def test_the_descriptor_limit_is_raised_and_never_lowered(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int | None
+) -> None:
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: made.append(limits))
+    assert raise_descriptor_limit() == (soft if wanted is None else wanted)
+    assert made == ([] if wanted is None else [(wanted, hard)])
+
+
+def test_a_descriptor_limit_that_may_not_be_raised_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(which: int, limits: tuple[int, int]) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    with capture_logs() as logs:
+        assert raise_descriptor_limit() == 1024
+    assert [line["event"] for line in logs] == ["descriptor_limit_not_raised"]
 
 
 def test_readiness_is_said_in_the_file_and_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
