@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import IO, Any, cast
 
@@ -36,6 +38,9 @@ TEXT_FIELDS = frozenset(
     }
 )  # fmt: skip
 MAX_TEXT_CHARACTERS = 500
+_ASYNCIO = "asyncio"  # a logger that repeats itself as fast as it can, e.g. while no descriptor is left
+_ASYNCIO_LINES = 20
+_ASYNCIO_WINDOW_S = 10.0
 _OWN_PACKAGES = ("mesh", "placement", "core_node", "edge_node")
 
 
@@ -96,6 +101,34 @@ def configure_log(settings: Log, *, node_id: str = "", stream: IO[str] | None = 
     root.setLevel(logging.WARNING)
     for package in _OWN_PACKAGES:
         logging.getLogger(package).setLevel(level)
+    repeating = logging.getLogger(_ASYNCIO)
+    for old_filter in repeating.filters[:]:
+        if isinstance(old_filter, RateLimit):
+            repeating.removeFilter(old_filter)
+    repeating.addFilter(RateLimit(_ASYNCIO_LINES, _ASYNCIO_WINDOW_S))
+
+
+class RateLimit(logging.Filter):
+    """Lets `most` lines through in each `window_s` seconds. The first line after that is preceded by one of this
+    module's with the count of those left out."""
+
+    def __init__(self, most: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._most = most
+        self._window_s = window_s
+        self._clock = clock
+        self._began_s = clock()
+        self._seen = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now_s = self._clock()
+        if now_s - self._began_s >= self._window_s:
+            left_out = self._seen - self._most
+            self._began_s, self._seen = now_s, 0
+            if left_out > 0:
+                get_logger(__name__).warning("lines_left_out", source=record.name, count=left_out)
+        self._seen += 1
+        return self._seen <= self._most
 
 
 def keep_safe_fields(_: WrappedLogger, __: str, event: EventDict) -> EventDict:

@@ -12,7 +12,7 @@ import structlog
 
 from mesh.errors import InvalidRequest
 from mesh.settings import Log, LogFormat, LogLevel
-from mesh.telemetry.log import MAX_TEXT_CHARACTERS, configure_log, get_logger, log_context
+from mesh.telemetry.log import MAX_TEXT_CHARACTERS, RateLimit, configure_log, get_logger, log_context
 
 SECRET = "the patient's name is Ada"
 
@@ -119,3 +119,35 @@ def test_levels_and_console(stream: io.StringIO) -> None:
     assert "loud" in stream.getvalue()
     assert "quiet" not in stream.getvalue()
     assert SECRET not in stream.getvalue()
+
+
+def test_asyncio_may_not_fill_the_disk_with_one_line(stream: io.StringIO) -> None:
+    """Whatever the number of repetitions: twenty lines in ten seconds."""
+    logger = logging.getLogger("asyncio")
+    for _ in range(500):
+        logger.error("socket.accept() out of system resource")
+    assert len(lines(stream)) <= 40  # two windows at most, if ten seconds end in between
+    logging.getLogger("mesh.other").warning("still_heard")
+    assert lines(stream)[-1]["event"] == "still_heard"
+    configure_log(Log(), node_id="core-1", stream=stream)
+    assert sum(isinstance(one, RateLimit) for one in logger.filters) == 1
+
+
+def test_the_count_of_lines_left_out_is_told_once(stream: io.StringIO) -> None:
+    now = 0.0
+    limit = RateLimit(2, 10.0, clock=lambda: now)
+    logger = logging.getLogger("noisy")
+    logger.addFilter(limit)
+    try:
+        for _ in range(5):
+            logger.error("again")
+        now = 10.0
+        for _ in range(2):
+            logger.error("again")
+        now = 20.0
+        logger.error("again")
+    finally:
+        logger.removeFilter(limit)
+    told = [(line["event"], line.get("source"), line.get("count")) for line in lines(stream)]
+    again = ("again", None, None)
+    assert told == [again, again, ("lines_left_out", "noisy", 3), again, again, again]
