@@ -20,7 +20,7 @@ from mesh.errors import InvalidRequest
 from mesh.http.connections import HEADER_TIMEOUT_S, MAX_CONNECTIONS, Listener
 from mesh.process import background_loop
 
-_BACKLOG = 512
+_BACKLOG = 512  # also what asyncio accepts in one go, so that many may be over the limit for a moment
 
 
 class HttpServer:
@@ -49,7 +49,7 @@ class HttpServer:
         self._tls = cert_file is not None
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
-            timeout_keep_alive=30,
+            timeout_keep_alive=30, backlog=_BACKLOG,
             ssl_certfile=cert_file, ssl_keyfile=key_file, ssl_version=ssl.PROTOCOL_TLS_SERVER,
         )  # fmt: skip
         self._server = _Server(config)
