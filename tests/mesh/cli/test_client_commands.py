@@ -140,9 +140,14 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(app: typer.Typer, mesh: Mesh) -
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    result = _run(app, mesh, "chat", stdin="one\ntwo\n")
-    thread.join()
+    # A shell starts background jobs with SIGINT ignored, and then Python installs no handler of its own.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        result = _run(app, mesh, "chat", stdin="one\ntwo\n")
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "(stopped)" in result.stderr
     assert result.stdout.endswith(TEXT + "\n")
     assert mesh.entry.aborted == ["n:1"]
