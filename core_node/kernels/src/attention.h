@@ -1,9 +1,10 @@
 // Causal attention over paged KV, for decode (one row) and prefill (many) alike.
 //
 // A *column* is one query: one row of one query head; 16 columns make a tile. Scores are computed transposed,
-// S^T [keys, 16], with the pool's K as it lies as A tiles, so that maximum and sum over keys run down the lanes. Keys are taken in spans of 128 from position 0: a span's maximum, exponentials and product
-// with V, then the running result is rescaled. What a column gets depends on its own position alone: not on the
-// rows beside it, not on where a prompt was cut.
+// S^T [keys, 16], with the pool's K as it lies as A tiles, so that maximum and sum over keys run down the lanes.
+// Keys are taken in spans of 128 from position 0: a span's maximum, exponentials and product with V, then the running
+// result is rescaled. What a column gets depends on its own position alone: not on the rows beside it, not on where a
+// prompt was cut.
 #pragma once
 
 #include "linear.h"
@@ -49,51 +50,70 @@ struct KeysValues {
 
   // Where the block of `key` begins; beyond the last key the last block stands in (its weight will be zero).
   size_t block_or_last(int key) const { return block_at(std::min(key, n_keys - 1)); }
-
-  // Ask for K or V of the block of `key`, if there is one.
-  void fetch(const bf16* from, int key, int dim) const {
-    if (key >= n_keys) return;
-    const char* p = (const char*)(from + block_at(key));
-    for (int r = 0; r < kPoolBlock; r++)
-      for (int i = 0; i < dim * 2; i += 64) _mm_prefetch(p + r * row * 2 + i, _MM_HINT_T0);
-  }
 };
 
-// V of keys [first, first + n), n a multiple of 32, as B tiles [n / 32][dim / 16]. unpack works inside 128-bit lanes, so
-// the columns of each 32 of `dim` come out as 0-3, 8-11, .. and 4-7, 12-15, ..: `attend` puts them right at its end.
-// `ahead`: memory that is needed later, from key `ahead_first` on.
-inline void gather_v(const KeysValues& kv, int first, int n, int dim, char* tiles, const KeysValues& ahead,
-                     int ahead_first) {
+// Asks for K and V that will be needed, a few lines at a time between other work: all at once they would only queue.
+// Positions from `key` on, at most kSpan of them, `width` bytes of each.
+class Ahead {
+ public:
+  Ahead(const KeysValues& kv, int key, int width)
+      : kv_(kv), key_(key), end_(std::min(kv.n_keys, key + kSpan)), width_(width) {}
+
+  void operator()(int lines) {
+    for (; lines > 0 && key_ < end_; lines--) {
+      const size_t at = (kv_.block_at(key_) + size_t(row_) * kv_.row) * 2 + byte_;
+      _mm_prefetch((const char*)kv_.k + at, _MM_HINT_T0);
+      _mm_prefetch((const char*)kv_.v + at, _MM_HINT_T0);
+      if ((byte_ += 64) < width_) continue;
+      byte_ = 0;
+      if (++row_ < kPoolBlock) continue;
+      row_ = 0;
+      key_ += kPoolBlock;
+    }
+  }
+
+ private:
+  const KeysValues kv_;
+  int key_, row_ = 0, byte_ = 0;
+  const int end_, width_;
+};
+
+// V of keys [first, first + n), n a multiple of 32, as B tiles [n / 32][dim / 16]. unpack works inside 128-bit lanes,
+// so the columns of each 32 of `dim` come out as 0-3, 8-11, .. and 4-7, 12-15, ..: `attend` puts them right at its end.
+inline void gather_v(const KeysValues& kv, int first, int n, int dim, char* tiles, Ahead& ahead) {
   for (int at = 0; at < n; at += kPoolBlock) {
-    ahead.fetch(ahead.k, ahead_first + at, dim);
     const bf16* from = kv.v + kv.block_or_last(first + at);
     for (int key = at; key < at + kPoolBlock; key += 2, from += 2 * kv.row) {
       char* to = tiles + size_t(key / 32) * (dim / 16) * kTileBytes + key % 32 / 2 * 64;
+      ahead((dim + 63) / 64);
       for (int d = 0; d < dim; d += 32, to += 2 * kTileBytes) {
         __m512i a = _mm512_loadu_si512(from + d), b = _mm512_loadu_si512(from + kv.row + d);
         _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b));
         _mm512_storeu_si512(to + kTileBytes, _mm512_unpackhi_epi16(a, b));
       }
     }
-    ahead.fetch(ahead.v, ahead_first + at, dim);
   }
 }
 
 // exp(scores - top) as A tiles [n / 32][16 columns][32 keys] bf16; returns their sums (before rounding).
-inline __m512 span_weights(const float* scores, int n, __m512 top, char* p_tiles) {
-  alignas(64) uint32_t pairs[16 * 16];
+inline __m512 span_weights(const float* scores, int n, __m512 top, char* p_tiles, Ahead& ahead, int lines) {
+  // The halves of what vcvtne2ps2bf16 gives (all of b, all of a), put side by side.
+  alignas(64) uint16_t order[32];
+  for (int i = 0; i < 32; i++) order[i] = uint16_t(i / 2 + i % 2 * 16);
+  const __m512i side_by_side = _mm512_load_si512(order);
   __m512 sum = _mm512_setzero_ps();
   for (int at = 0; at < n; at += 32) {
+    __m512i pairs[16];
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
       const float* s = scores + (at + 2 * i) * 16;
+      ahead(lines);
       __m512 a = exp2_negative(_mm512_sub_ps(_mm512_load_ps(s), top));
       __m512 b = exp2_negative(_mm512_sub_ps(_mm512_load_ps(s + 16), top));
       sum = _mm512_add_ps(sum, _mm512_add_ps(a, b));
-      __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(a));
-      __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(b));
-      _mm512_store_si512(pairs + 16 * i, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+      pairs[i] = _mm512_permutexvar_epi16(side_by_side, (__m512i)_mm512_cvtne2ps_pbh(b, a));
     }
-    transpose16(pairs, 64, p_tiles + at / 32 * kTileBytes, 64);
+    transpose16(pairs, p_tiles + at / 32 * kTileBytes);
   }
   return sum;
 }
@@ -164,19 +184,22 @@ inline void attend(const Heads& heads, const Pool& pool, const Item& item, const
   for (int h = 0; h < n_heads; h++)
     for (int t = 0; t < n_tiles; t++)
       for (int d = 0; d < dim; d += 32) {
-        alignas(64) char rows[kTileBytes] = {};
-        for (int i = 0, c = 16 * t; i < 16 && c < n_columns; i++, c++)
-          if (c / per_head == h)
-            memcpy(rows + 64 * i, q + (size_t(item.row0 + row_of(c)) * heads.n_q + q_head_of(c)) * dim + d, 64);
-        transpose16(rows, 64, scratch.q_tiles + (h * n_tiles + t) * q_bytes + d / 32 * kTileBytes, 64);
+        __m512i rows[16];
+        for (int i = 0, c = 16 * t; i < 16; i++, c++)
+          rows[i] = c < n_columns && c / per_head == h
+                        ? _mm512_loadu_si512(q + (size_t(item.row0 + row_of(c)) * heads.n_q + q_head_of(c)) * dim + d)
+                        : _mm512_setzero_si512();
+        transpose16(rows, scratch.q_tiles + (h * n_tiles + t) * q_bytes + d / 32 * kTileBytes);
       }
 
   for (int first = 0; first < n_keys; first += kSpan) {
     const bool more = first + kSpan < n_keys;
+    Ahead ahead(more ? item.head(heads, pool, 0) : next.head(heads, pool, 0), more ? first + kSpan : 0,
+                (more ? item : next).n_heads() * dim * 2);
+    const int lines = std::max(1, n_heads * dim / 64);  // of K, and as many of V, for two positions
     for (int h = 0; h < n_heads; h++)
       gather_v(item.head(heads, pool, h), first, int(round_up(std::min(kSpan, n_keys - first), 32)), dim,
-               scratch.v_tiles + h * v_bytes, more ? item.head(heads, pool, h) : next.head(heads, pool, h),
-               more ? first + kSpan : 0);
+               scratch.v_tiles + h * v_bytes, ahead);
     for (int t = 0; t < n_tiles; t++) {
       const __m512i limit = _mm512_load_si512(limits + 16 * t);
       const int least = _mm512_reduce_min_epi32(limit), last = _mm512_reduce_max_epi32(limit);
@@ -184,7 +207,8 @@ inline void attend(const Heads& heads, const Pool& pool, const Item& item, const
       const int n = int(round_up(std::min(kSpan, last + 1 - first), 32));
 
       const KeysValues kv = item.head(heads, pool, 0);
-      for (int at = 0; at < n; at += 4 * kPoolBlock)
+      for (int at = 0; at < n; at += 4 * kPoolBlock) {
+        ahead(32 * lines);
         tile_products<Amx>(
             scratch.scores + at * 16, 16 * 16, 16, std::min(4, (n - at) / kPoolBlock), n_heads * dim / 32,
             [&](int i, int s) { return kv.k + kv.block_or_last(first + at + i * kPoolBlock) + s * 32; }, kv.row * 2,
@@ -192,6 +216,7 @@ inline void attend(const Heads& heads, const Pool& pool, const Item& item, const
               const int h = s / (dim / 32);
               return scratch.q_tiles + (h * n_tiles + t) * q_bytes + (s - h * (dim / 32)) * kTileBytes;
             });
+      }
       __m512 top = gone;
       for (int i = 0; i < n; i++) {
         float* score = scratch.scores + 16 * i;
@@ -202,10 +227,11 @@ inline void attend(const Heads& heads, const Pool& pool, const Item& item, const
         top = _mm512_max_ps(top, x);
       }
 
-      const __m512 sum = span_weights(scratch.scores, n, top, scratch.p_tiles);
+      const __m512 sum = span_weights(scratch.scores, n, top, scratch.p_tiles, ahead, lines);
       float *tops = scratch.top + 16 * t, *sums = scratch.sum + 16 * t, *total = scratch.out + size_t(16) * t * dim;
       const __m512 before = _mm512_load_ps(tops);
       for (int h = 0; h < n_heads; h++) {
+        ahead(dim);
         const bool direct = first == 0 && n_heads == 1;
         float* part = direct ? total : scratch.part;
         const char* v = scratch.v_tiles + h * v_bytes;

@@ -118,7 +118,8 @@ inline Packed pack(Arena& arena, const bf16* rows, int n, int k, bool int8, bool
       w.scales[at] = scale /= 127.f;
     }
     for (int i = 0; i < k; i++) {
-      size_t to = ((size_t(b) * w.k_steps + i / kTileK) * 2 + tile) * 512 + size_t(i % kTileK / 2) * 32 + column * 2 + i % 2;
+      const size_t tile_at = ((size_t(b) * w.k_steps + i / kTileK) * 2 + tile) * 512;
+      const size_t to = tile_at + size_t(i % kTileK / 2) * 32 + column * 2 + i % 2;
       if (int8) {
         int q = scale > 0 ? int(std::lrintf(to_f32(from[i]) / scale)) : 0;
         ((uint8_t*)w.data)[to / 64 * 64 + Widener::place(int(to % 64))] = uint8_t(q < 0 ? 0x80 | -q : q);

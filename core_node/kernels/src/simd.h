@@ -58,10 +58,9 @@ inline __m512 silu(__m512 x) {
   return _mm512_div_ps(_mm512_mul_ps(x, _mm512_mask_blend_ps(negative, one, e)), _mm512_add_ps(one, e));
 }
 
-// Transpose 16 rows of 16 dwords: rows `from_bytes` apart, columns to rows `to_bytes` apart.
-inline void transpose16(const void* from, size_t from_bytes, void* to, size_t to_bytes) {
-  __m512i r[16], t[16];
-  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512((const char*)from + i * from_bytes);
+// Transpose 16 rows `r` of 16 dwords into a tile.
+inline void transpose16(__m512i (&r)[16], void* to) {
+  __m512i t[16];
   for (int i = 0; i < 8; i++) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
     t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
@@ -77,10 +76,10 @@ inline void transpose16(const void* from, size_t from_bytes, void* to, size_t to
     __m512i a = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), b = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
     __m512i c = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd), d = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
     char* out = (char*)to;
-    _mm512_storeu_si512(out + j * to_bytes, _mm512_shuffle_i32x4(a, b, 0x88));
-    _mm512_storeu_si512(out + (4 + j) * to_bytes, _mm512_shuffle_i32x4(c, d, 0x88));
-    _mm512_storeu_si512(out + (8 + j) * to_bytes, _mm512_shuffle_i32x4(a, b, 0xdd));
-    _mm512_storeu_si512(out + (12 + j) * to_bytes, _mm512_shuffle_i32x4(c, d, 0xdd));
+    _mm512_storeu_si512(out + j * 64, _mm512_shuffle_i32x4(a, b, 0x88));
+    _mm512_storeu_si512(out + (4 + j) * 64, _mm512_shuffle_i32x4(c, d, 0x88));
+    _mm512_storeu_si512(out + (8 + j) * 64, _mm512_shuffle_i32x4(a, b, 0xdd));
+    _mm512_storeu_si512(out + (12 + j) * 64, _mm512_shuffle_i32x4(c, d, 0xdd));
   }
 }
 
@@ -97,8 +96,8 @@ inline void configure_tiles() {
 
 inline void release_tiles() { _tile_release(); }
 
-// Up to four products at once, c[i] = sum over `steps` of a(i, s) x b(i, s): AMX takes 52 cycles for a result and 16 for
-// the next. c[i] begins at c + i * c_next, its rows are `c_row` floats apart; `n` is 2 or 4; rows of A `a_row` bytes.
+// Up to four products at once, c[i] = sum over `steps` of a(i, s) x b(i, s): AMX takes 52 cycles for a result and 16
+// for the next. c[i] begins at c + i * c_next, its rows are `c_row` floats apart; `n` is 2 or 4; rows of A `a_row` bytes.
 template <bool Amx, class A, class B>
 inline void tile_products(float* c, size_t c_next, size_t c_row, int n, int steps, A a, size_t a_row, B b) {
   if constexpr (Amx) {
