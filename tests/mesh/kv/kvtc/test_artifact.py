@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.errors import InvalidRequest, KvIncompatible, PayloadCorrupt
-from mesh.kv.kvtc.artifact import Setting, make_artifact, parse_artifact, read_artifact
+from mesh.kv.kvtc.artifact import Artifact, Setting, make_artifact, parse_artifact, read_artifact
 from tests.mesh.kv.kvtc.synthetic import artifact_parts
 
 
@@ -47,10 +48,16 @@ def test_truncated_and_extended_files_are_refused(cut: int) -> None:
             parse_artifact(wrong)
 
 
+@functools.cache
+def _artifact() -> tuple[Artifact, bytes]:
+    """Made once: it takes a second or two, and the examples only read it."""
+    return make_artifact(**artifact_parts())  # type: ignore[arg-type]
+
+
 @settings(max_examples=60, deadline=None)
 @given(at=st.integers(0, 1200), bit=st.integers(0, 7))
 def test_a_flipped_bit_in_the_header_is_refused_or_changes_the_digest(at: int, bit: int) -> None:
-    made, data = make_artifact(**artifact_parts())  # type: ignore[arg-type]
+    made, data = _artifact()
     wrong = bytearray(data)
     wrong[at] ^= 1 << bit
     try:
