@@ -169,7 +169,7 @@ class MeshClient:
     async def migrate(self, request_id: str, *, node_id: str = "", tier: str = "") -> admin_pb2.MigrateResponse:
         """Move a running request to a node, or to the best node of a tier; returns when it runs there."""
         if bool(node_id) == bool(tier):
-            raise InvalidRequest("give node_id or tier, one of them", field="node_id")
+            raise InvalidRequest("give a node (node_id, --to) or a tier (--tier), one of them", field="node_id")
         target = {"node_id": node_id} if node_id else {"tier": tier}
         request = admin_pb2.MigrateRequest(request_id=request_id, **target)
         response: admin_pb2.MigrateResponse = await self._call(self._mesh.Migrate, request, timeout_s=MIGRATE_TIMEOUT_S)

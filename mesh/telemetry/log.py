@@ -34,7 +34,7 @@ TEXT_FIELDS = frozenset(
         "request_id", "run_id", "transfer_id", "key_id", "model", "model_id", "tenant", "label", "rule", "shape",
         "state", "codec", "direction", "kind", "cause", "outcome", "reason", "error", "error_type", "effect",
         # the process
-        "version", "build", "device", "dtype", "path", "folder", "file", "signal", "name",
+        "version", "build", "device", "dtype", "backend", "path", "folder", "file", "signal", "name",
     }
 )  # fmt: skip
 MAX_TEXT_CHARACTERS = 500
