@@ -52,7 +52,7 @@ def studies(artifact: Artifact, slabs: Sequence[KvSlab]) -> Studies:
     parts = [_weighted(artifact, slab) for slab in slabs]
     thirds = [np.concatenate(parts[i::3], axis=1) for i in range(3)] if len(parts) >= 3 else [parts[0]] * 3
     fit, middle, last = (np.concatenate([x[s] @ artifact.basis[s] for s in range(2)], axis=1) for x in thirds)
-    measured = measure(fit, middle, 0.0)
+    measured = measure(fit, middle, artifact.ranks[0], 0.0)
     report = _measure_again(measured, last)
     uniform, best_greedy, lines = [], [], []
     for choice in range(1, measured.bits.shape[1]):
@@ -94,13 +94,12 @@ def speeds(artifact: Artifact, setting: str, slab: KvSlab, threads: int) -> Mapp
             data, start=half.start, n_tokens=half.n_tokens, geometry=artifact.geometry, dtype=KvDtype.F16
         )
     )
-    stored = artifact.basis.size * 2 + artifact.weights.size * 2 + artifact.mean.nbytes
     return {
         "encode": half.n_tokens / encode[0],
         "encode_core": half.n_tokens / encode[1],
         "decode_wall": half.n_tokens / decode[0],
         "decode": half.n_tokens / decode[1],
-        "basis_mb": stored / 1e6,
+        "basis_mb": artifact.basis_bytes / 1e6,
     }
 
 
@@ -137,6 +136,7 @@ def _measure_again(measured: Measured, coefficients: F32) -> Measured:
         contexts=measured.contexts,
         outside=measured.outside,
         tables=measured.tables,
+        rank_k=measured.rank_k,
     )
 
 
@@ -151,7 +151,7 @@ def _joint_gain(artifact: Artifact, fit: F32, test: F32, stream: int) -> float:
     """Coefficients of per-head bases (the largest over all heads, fit on text of the test's own kind) for the joint
     basis's error with half its rank, over that half."""
     blocks, dim = artifact.weights.shape[1:3]
-    half = artifact.rank // 2
+    half = artifact.ranks[stream] // 2
     total = float(np.square(test).sum())
     target = total - float(np.square(test @ artifact.basis[stream][:, :half]).sum())
     parts = fit.reshape(-1, blocks, dim).transpose(1, 0, 2)

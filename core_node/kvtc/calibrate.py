@@ -42,7 +42,8 @@ _MAX_HELD_OUT_TOKENS = 2500  # for rates and errors
 class Plan:
     """How much to measure. `targets`: f16 bits over coded bits, before what the error bound adds."""
 
-    rank: int = 960
+    rank_k: int = 1152
+    rank_v: int = 2176  # V is less redundant
     window_tokens: int = 1024
     fit_windows: int = 40
     held_out_windows: int = 12
@@ -58,8 +59,8 @@ class Plan:
         least = SINK_TOKENS + WINDOW_TOKENS + self.continuation_tokens
         if self.window_tokens < 2 * least or self.fit_windows < 1 or self.held_out_windows < 1 or not self.targets:
             raise InvalidRequest(f"calibration needs windows of at least {2 * least} tokens", field="window_tokens")
-        if self.rank % GROUP:
-            raise InvalidRequest(f"rank must be a multiple of {GROUP}", field="rank")
+        if self.rank_k % GROUP or self.rank_v % GROUP:
+            raise InvalidRequest(f"ranks must be multiples of {GROUP}", field="rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +103,12 @@ def calibrate(
 
 @dataclass(frozen=True, slots=True)
 class _Basis:
-    """f32: `mean` [2, F], `weights` [2, B, D, D], `vectors` [2, F, R]; `fit`: coefficients of some tokens [n, 2R]."""
+    """f32: `mean` [2, F], `weights` [2, B, D, D], `vectors` [F, R_K] and [F, R_V]; `fit`: coefficients of some
+    tokens, K's beside V's."""
 
     mean: NDArray[np.float32]
     weights: NDArray[np.float32]
-    vectors: NDArray[np.float32]
+    vectors: tuple[NDArray[np.float32], NDArray[np.float32]]
     fit: NDArray[np.float32]
 
     def weigh(self, features: NDArray[np.float32]) -> torch.Tensor:
@@ -116,7 +118,7 @@ class _Basis:
         return (centred @ torch.from_numpy(self.weights)).transpose(1, 2).reshape(features.shape)
 
     def coefficients(self, weighted: torch.Tensor) -> torch.Tensor:
-        """[n, 2R]."""
+        """[n, R_K + R_V]."""
         return torch.cat([weighted[s] @ torch.from_numpy(self.vectors[s]) for s in range(2)], dim=1)
 
 
@@ -189,19 +191,19 @@ def _learn(
                 felt[s].add(torch.from_numpy(np.ascontiguousarray(gradients[s])))
     progress(len(fit), len(fit), "basis")
     unit = (felt[0].mean + felt[1].mean) / 2  # K and V in one unit: a bit goes where it saves most in either
-    rank = min(plan.rank, n // GROUP * GROUP)
     means, weights, vectors = [], [], []
-    for s in range(2):
+    for s, rank in enumerate((plan.rank_k, plan.rank_v)):
         mean, covariance = covariances[s].result()
         root = felt[s].weights(plan.shrink_ratio, plan.floor_ratio, unit).half().float()
-        vectors.append(leading_eigenvectors(weigh_both_sides(covariance, root), rank, generator).bfloat16().float())
+        leading = leading_eigenvectors(weigh_both_sides(covariance, root), min(rank, n // GROUP * GROUP), generator)
+        vectors.append(leading.numpy())
         means.append(mean)
         weights.append(root)
     basis = _Basis(
         mean=torch.stack(means).numpy(),
         weights=torch.stack(weights).numpy(),
-        vectors=torch.stack(vectors).numpy(),
-        fit=np.empty((0, 2 * rank), dtype=np.float32),
+        vectors=(vectors[0], vectors[1]),
+        fit=np.empty((0, 0), dtype=np.float32),
     )
     fitted = [basis.coefficients(basis.weigh(np.ascontiguousarray(x))).numpy() for x in some]
     return replace(basis, fit=np.concatenate(fitted))
@@ -222,7 +224,7 @@ def _measure(basis: _Basis, held: Sequence[HeldOut], description: ModelDescripti
         outside += float(weighted.square().sum() - c.square().sum())
         n += len(c)
         coefficients.append(c.numpy())
-    return measure(basis.fit, np.concatenate(coefficients), max(0.0, outside / n))
+    return measure(basis.fit, np.concatenate(coefficients), basis.vectors[0].shape[1], max(0.0, outside / n))
 
 
 def _residual(basis: _Basis, held: Sequence[HeldOut], description: ModelDescription) -> NDArray[np.float32]:

@@ -54,7 +54,8 @@ def show_command(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
     artifact = read_artifact(file)
     console = Console()
     console.print(table_of(artifact))
-    console.print(f"{artifact.geometry.architecture}, rank {artifact.rank}, digest {artifact.digest[:16]}")
+    rank_k, rank_v = artifact.ranks
+    console.print(f"{artifact.geometry.architecture}, ranks {rank_k} and {rank_v}, digest {artifact.digest[:16]}")
     console.print(artifact.notes)
 
 

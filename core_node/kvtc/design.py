@@ -7,6 +7,7 @@ errors from others.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from mesh.kv.kvtc.rans import PROB_BITS, FrequencyTables, normalise
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
+_Number = TypeVar("_Number", bound=np.generic)
 
 GROUP = 8  # coefficients of like variance that share a step
 _N_STEPS = 16
@@ -26,8 +28,8 @@ _PRIOR_COUNT = 2000.0  # weight of the Laplace shape against what was counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """`steps` f32 [n_steps] ascending; for each coefficient (K's, then V's; [2R]) dropped (index 0) or with each step:
-    bits a token and weighted squared error [2R, n_steps + 1], and the frequency table [2R, n_steps + 1].
+    """`steps` f32 [n_steps] ascending; for each coefficient (K's `rank_k`, then V's) dropped (index 0) or with each
+    step: bits a token, weighted squared error and frequency table, all [n, n_steps + 1].
     `outside`: mean error that no coefficient mends, as the basis lacks it."""
 
     steps: F32
@@ -36,10 +38,11 @@ class Measured:
     contexts: NDArray[np.intp]
     outside: float
     tables: FrequencyTables
+    rank_k: int
 
 
-def measure(fit: F32, held_out: F32, outside: float) -> Measured:
-    """`fit` and `held_out` are coefficients [n_tokens, 2R]."""
+def measure(fit: F32, held_out: F32, rank_k: int, outside: float) -> Measured:
+    """`fit` and `held_out` are coefficients of K (`rank_k` of them) and V [n_tokens, n]."""
     spread = np.sqrt(np.square(fit).mean(axis=0))
     middle = np.median(spread)
     steps = (middle * 2.0 ** (0.5 * (np.arange(_N_STEPS) - 3))).astype(np.float32)
@@ -54,7 +57,9 @@ def measure(fit: F32, held_out: F32, outside: float) -> Measured:
         errors[:, i + 1] = np.square(held_out - q * step).mean(axis=0)
         bits[:, i + 1] = code_bits(q, np.broadcast_to(contexts[:, i], q.shape), tables).mean(axis=0)
     contexts = np.concatenate([np.zeros((n, 1), dtype=np.intp), contexts], axis=1)
-    return Measured(steps=steps, bits=bits, errors=errors, contexts=contexts, outside=outside, tables=tables)
+    return Measured(
+        steps=steps, bits=bits, errors=errors, contexts=contexts, outside=outside, tables=tables, rank_k=rank_k
+    )
 
 
 def grouped(values: F64) -> F64:
@@ -72,10 +77,18 @@ def design(measured: Measured, *, name: str, bits_per_token: float, bound_ratio:
     error = measured.errors[rows, each].sum() + measured.outside
     return Setting(
         name=name,
-        steps=steps.reshape(2, -1),
-        contexts=measured.contexts[rows, each].astype(np.uint8).reshape(2, -1),
+        steps=_by_stream(steps, measured.rank_k),
+        contexts=_by_stream(measured.contexts[rows, each].astype(np.uint8), measured.rank_k),
         bound=float(bound_ratio * error),
     )
+
+
+def _by_stream(values: NDArray[_Number], rank_k: int) -> NDArray[_Number]:
+    """[2, R], zero where a basis has fewer."""
+    out = np.zeros((2, max(rank_k, len(values) - rank_k)), dtype=values.dtype)
+    out[0, :rank_k] = values[:rank_k]
+    out[1, : len(values) - rank_k] = values[rank_k:]
+    return out
 
 
 def _count(fit: F32, steps: F32, contexts: NDArray[np.intp]) -> FrequencyTables:

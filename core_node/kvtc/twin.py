@@ -23,7 +23,7 @@ class TorchMaps:
         weights = torch.from_numpy(artifact.weights).to(device)
         self._weights = weights
         self._inverse = torch.linalg.inv(weights.double()).float()
-        kept = [artifact.basis[s][:, setting.steps[s] > 0] for s in range(2)]
+        kept = artifact.kept(setting)
         blocks, dim = artifact.weights.shape[1:3]
         parts = [torch.from_numpy(np.ascontiguousarray(k)).to(device).view(blocks, dim, -1) for k in kept]
         n = blocks * dim

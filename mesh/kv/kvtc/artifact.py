@@ -2,8 +2,10 @@
 same one; the codec's name holds its digest.
 
 File: MAGIC, u32 length of a JSON header, the header (geometry, lineage, settings, shapes), then the arrays in the
-order of `_ARRAYS`, little-endian and C order. The digest is SHA-256 over the whole file. F is the number of features
-of a token in K (in V as many): n_layers * n_kv_heads * head_dim; R the rank of each basis; B = n_layers * n_kv_heads.
+order of `_shapes`, little-endian and C order. The digest is SHA-256 over the whole file. F is the number of features
+of a token in K (in V as many): n_layers * n_kv_heads * head_dim; B = n_layers * n_kv_heads; R_K and R_V are the ranks
+of the two bases, R the larger one. A basis is stored as bf16 where nearly all energy is (the first HEAD columns) and as
+int8 with a scale a column in the tail, where its rounding is far below the quantiser's.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ SUFFIX = ".kvtc"
 MAX_RANK = 4096
 MAX_BYTES = 1 << 30
 N_CONTEXTS = 64
+HEAD = 128  # columns of a basis in bf16
 F32 = NDArray[np.float32]
 
 
@@ -50,8 +53,9 @@ class Quality:
 class Setting:
     """One point of the curve.
 
-    `steps` f32 [2, R]: quantiser step of each coefficient of K and of V, 0 where it is dropped. `contexts` u8 [2, R]:
-    its frequency table. `bound`: the largest weighted squared error that a token may keep; what exceeds it is coded.
+    `steps` f32 [2, R]: quantiser step of each coefficient of K and of V, 0 where it is dropped or there is none.
+    `contexts` u8 [2, R]: its frequency table. `bound`: the largest weighted squared error that a token may keep; what
+    exceeds it is coded.
     """
 
     name: str
@@ -72,14 +76,14 @@ class Setting:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Artifact:
     """`mean` f32 [2, F]; `weights` f32 [2, B, head_dim, head_dim], symmetric and positive: features times these are
-    in units of what the model's output feels; `basis` f32 [2, F, R], orthonormal columns over weighted features;
-    `residual` f32 [2, B]: mean magnitude of what the basis leaves of a block, over that of all blocks."""
+    in units of what the model's output feels; `basis` f32 [F, R_K] and [F, R_V], orthonormal columns over weighted
+    features; `residual` f32 [2, B]: mean magnitude of what the basis leaves of a block, over that of all blocks."""
 
     geometry: KvGeometry
     weights_lineage: str
     mean: F32
     weights: F32
-    basis: F32
+    basis: tuple[F32, F32]
     residual: F32
     tables: FrequencyTables
     settings: tuple[Setting, ...]
@@ -87,8 +91,20 @@ class Artifact:
     digest: str  # hex
 
     @property
-    def rank(self) -> int:
-        return int(self.basis.shape[2])
+    def ranks(self) -> tuple[int, int]:
+        """R_K and R_V."""
+        return self.basis[0].shape[1], self.basis[1].shape[1]
+
+    @property
+    def basis_bytes(self) -> int:
+        """Size in the file of what does not depend on the settings."""
+        columns = sum(2 * min(r, HEAD) + max(0, r - HEAD) for r in self.ranks)
+        return columns * int(self.mean.shape[1]) + 2 * self.weights.size + 4 * self.mean.size
+
+    def kept(self, setting: Setting) -> tuple[F32, F32]:
+        """The columns that a setting uses, of K and of V."""
+        used = [basis[:, setting.steps[s, : basis.shape[1]] > 0] for s, basis in enumerate(self.basis)]
+        return used[0], used[1]
 
     def setting(self, name: str) -> Setting:
         """Raises KvIncompatible if there is none of this name."""
@@ -110,7 +126,7 @@ def make_artifact(
     weights_lineage: str,
     mean: F32,
     weights: F32,
-    basis: F32,
+    basis: tuple[F32, F32],
     residual: F32,
     frequencies: NDArray[np.uint16],
     settings: tuple[Setting, ...],
@@ -121,7 +137,7 @@ def make_artifact(
     header = {
         "geometry": asdict(geometry),
         "weights_lineage": weights_lineage,
-        "rank": int(basis.shape[2]),
+        "ranks": [b.shape[1] for b in basis],
         "notes": notes,
         "settings": [{"name": s.name, "bound": s.bound, "quality": [asdict(q) for q in s.quality]} for s in settings],
     }
@@ -129,7 +145,7 @@ def make_artifact(
     arrays = [
         mean.astype("<f4"),
         weights.astype("<f2"),
-        f32_to_bf16_bits(basis).astype("<u2"),
+        *(part for b in basis for part in _pack_basis(b)),
         residual.astype("<f4"),
         frequencies.astype("<u2"),
         np.stack([s.steps for s in settings]).astype("<f4"),
@@ -148,8 +164,8 @@ def parse_artifact(data: bytes) -> Artifact:
     try:
         header = json.loads(data[at : at + size])
         geometry = KvGeometry(**header["geometry"])
-        rank, n_settings = int(header["rank"]), len(header["settings"])
-        shapes = _shapes(geometry, rank, n_settings)
+        rank_k, rank_v = (int(r) for r in header["ranks"])
+        shapes = _shapes(geometry, (rank_k, rank_v), len(header["settings"]))
         arrays: dict[str, NDArray[Any]] = {}
         at += size
         for name, (dtype, shape) in shapes.items():
@@ -174,7 +190,7 @@ def parse_artifact(data: bytes) -> Artifact:
         weights_lineage=lineage,
         mean=arrays["mean"].astype(np.float32),
         weights=arrays["weights"].astype(np.float32),
-        basis=bf16_bits_to_f32(arrays["basis"]),
+        basis=(_unpack_basis(arrays, "k"), _unpack_basis(arrays, "v")),
         residual=arrays["residual"].astype(np.float32),
         tables=FrequencyTables(arrays["frequencies"]),
         settings=settings,
@@ -197,17 +213,35 @@ def read_artifact(path: Path) -> Artifact:
         raise InvalidRequest(f"kvtc artifact {path.name} cannot be read: {exc.strerror}", field="artifact") from exc
 
 
-def _shapes(g: KvGeometry, rank: int, n_settings: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _pack_basis(basis: F32) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Head in bf16, scales of the tail's columns, tail in int8."""
+    head, tail = basis[:, :HEAD], basis[:, HEAD:]
+    scales = np.maximum(np.abs(tail).max(axis=0, initial=0.0) / 127, 1e-12).astype("<f4")
+    return f32_to_bf16_bits(head).astype("<u2"), scales, np.rint(tail / scales).astype("i1")
+
+
+def _unpack_basis(arrays: dict[str, NDArray[Any]], stream: str) -> F32:
+    tail = arrays[f"tail_{stream}"].astype(np.float32) * arrays[f"scales_{stream}"].astype(np.float32)
+    return np.concatenate([bf16_bits_to_f32(arrays[f"head_{stream}"]), tail], axis=1)
+
+
+def _shapes(g: KvGeometry, ranks: tuple[int, int], n_settings: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     sizes = (g.n_layers, g.n_kv_heads, g.head_dim)
     if not all(isinstance(n, int) and 1 <= n <= 1 << 14 for n in sizes) or g.head_dim % 2:
         raise ValueError(f"layers, heads and dims are {sizes}")
     features, blocks = n_features(g), g.n_layers * g.n_kv_heads
-    if not (1 <= rank <= min(features, MAX_RANK) and 1 <= n_settings <= 64):
-        raise ValueError(f"rank {rank} with {n_settings} settings")
-    return {
+    if not (all(1 <= r <= min(features, MAX_RANK) for r in ranks) and 1 <= n_settings <= 64):
+        raise ValueError(f"ranks {ranks} with {n_settings} settings")
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         "mean": ("<f4", (2, features)),
         "weights": ("<f2", (2, blocks, g.head_dim, g.head_dim)),
-        "basis": ("<u2", (2, features, rank)),
+    }
+    for stream, r in zip("kv", ranks, strict=True):
+        shapes[f"head_{stream}"] = ("<u2", (features, min(r, HEAD)))
+        shapes[f"scales_{stream}"] = ("<f4", (max(0, r - HEAD),))
+        shapes[f"tail_{stream}"] = ("i1", (features, max(0, r - HEAD)))
+    rank = max(ranks)
+    return shapes | {
         "residual": ("<f4", (2, blocks)),
         "frequencies": ("<u2", (N_CONTEXTS, N_SYMBOLS)),
         "steps": ("<f4", (n_settings, 2, rank)),
@@ -216,8 +250,9 @@ def _shapes(g: KvGeometry, rank: int, n_settings: int) -> dict[str, tuple[str, t
 
 
 def _check_values(a: Artifact) -> None:
-    for name in ("mean", "weights", "basis", "residual"):
-        if not np.isfinite(getattr(a, name)).all():
+    parts = {"mean": a.mean, "weights": a.weights, "basis of K": a.basis[0], "basis of V": a.basis[1]}
+    for name, part in (parts | {"residual": a.residual}).items():
+        if not np.isfinite(part).all():
             raise PayloadCorrupt(f"kvtc artifact: {name} is not finite")
     if (a.residual <= 0).any():
         raise PayloadCorrupt("kvtc artifact: a block's residual is not positive")
@@ -227,6 +262,8 @@ def _check_values(a: Artifact) -> None:
     for s in a.settings:
         if not (np.isfinite(s.steps).all() and (s.steps >= 0).all() and s.steps.any()):
             raise PayloadCorrupt(f"kvtc artifact: steps of {s.name} are not positive")
+        if any((s.steps[i, r:] > 0).any() for i, r in enumerate(a.ranks)):
+            raise PayloadCorrupt(f"kvtc artifact: {s.name} keeps coefficients that the basis lacks")
         if (s.contexts >= N_CONTEXTS).any() or not (math.isfinite(s.bound) and s.bound > 0):
             raise PayloadCorrupt(f"kvtc artifact: setting {s.name} is malformed")
         if not all(

@@ -82,8 +82,8 @@ class NumpyMaps:
         self._forward: list[F32] = []
         self._backward: list[F32] = []
         _, blocks, dim, _ = artifact.weights.shape
-        for s in range(2):
-            kept = artifact.basis[s][:, setting.steps[s] > 0].reshape(blocks, dim, -1)
+        for s, columns in enumerate(artifact.kept(setting)):
+            kept = columns.reshape(blocks, dim, -1)
             self._forward.append(np.matmul(self._weights[s], kept).reshape(blocks * dim, -1))
             restore = np.matmul(self._inverse[s], kept).reshape(blocks * dim, -1).T
             self._backward.append(np.concatenate([restore, self._mean[s : s + 1]]))  # the mean is one product more

@@ -29,7 +29,8 @@ from tests.core_node.engine.conftest import reference_of
 
 CONFIG = TinyConfig(head_dim=32)
 PLAN = Plan(
-    rank=64,
+    rank_k=64,
+    rank_v=160,
     window_tokens=352,
     fit_windows=6,
     held_out_windows=3,
@@ -126,7 +127,7 @@ def test_its_codecs_are_found_by_name_and_more_bits_lose_less(made: Calibration,
 def test_the_basis_is_orthonormal_where_it_was_weighted(made: Calibration) -> None:
     basis = made.artifact.basis
     for s in range(2):
-        assert np.abs(basis[s].T @ basis[s] - np.eye(basis.shape[2])).max() < 0.02
+        assert np.abs(basis[s].T @ basis[s] - np.eye(basis[s].shape[1])).max() < 0.05
 
 
 def test_features_do_not_depend_on_the_position(model: ModelDescription) -> None:
@@ -151,7 +152,7 @@ def test_files_that_are_not_text_are_refused(tmp_path: Path) -> None:
         from_files([tmp_path / "none.txt"])
 
 
-@pytest.mark.parametrize("change", [{"window_tokens": 200}, {"rank": 60}, {"targets": ()}, {"fit_windows": 0}])
+@pytest.mark.parametrize("change", [{"window_tokens": 200}, {"rank_v": 60}, {"targets": ()}, {"fit_windows": 0}])
 def test_plans_that_cannot_work_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
         Plan(**change)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ def measured() -> Measured:
     rng = np.random.default_rng(0)
     spread = np.concatenate([2.0 ** -(np.arange(RANK) / 4), 0.3 * 2.0 ** -(np.arange(RANK) / 8)])
     fit, held_out = (rng.laplace(scale=spread, size=(1500, 2 * RANK)).astype(np.float32) for _ in range(2))
-    return measure(fit, held_out, 0.01)
+    return measure(fit, held_out, RANK, 0.01)
 
 
 @pytest.mark.parametrize("bits", [15.0, 40.0, 90.0])

@@ -61,7 +61,7 @@ def artifact_parts(*, step: float = 0.05, bound: float = 0.5) -> dict[str, objec
         "weights_lineage": "synthetic",
         "mean": mean,
         "weights": weights,
-        "basis": basis,
+        "basis": (basis[0], basis[1]),
         "residual": np.ones((2, blocks), dtype=np.float32),
         "frequencies": normalise(laplace_counts()),
         "settings": (
