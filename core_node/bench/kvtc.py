@@ -12,6 +12,7 @@ import asyncio
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -156,7 +157,7 @@ def _ablations(probe: ModelProbe, windows: Sequence[HeldOut], artifact: Artifact
     """Mean loss in percent of a middle setting: as it is, with sinks coded too, with the latest tokens coded too."""
     setting = artifact.settings[len(artifact.settings) // 2]
     unbounded = float(np.finfo(np.float32).max)  # the bound would hide what is lost
-    free = type(setting)(name=setting.name, steps=setting.steps, contexts=setting.contexts, bound=unbounded, quality=())
+    free = replace(setting, bound=unbounded)
     codec = KvtcCodec(artifact, free, codec_named("q8_0"), TorchMaps(artifact, free, torch.device("cpu")))
     out: dict[str, float] = {}
     for name, sinks, recent in (("both kept", True, True), ("sinks coded", False, True), ("window coded", True, False)):

@@ -134,6 +134,7 @@ def _measure_again(measured: Measured, coefficients: F32) -> Measured:
         bits=bits,
         errors=errors,
         contexts=measured.contexts,
+        gains=measured.gains,
         outside=measured.outside,
         tables=measured.tables,
         rank_k=measured.rank_k,

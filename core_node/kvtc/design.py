@@ -23,19 +23,25 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 GROUP = 8  # coefficients of like variance that share a step
 _N_STEPS = 16
+_MAX_GAIN = 2.5
 _PRIOR_COUNT = 2000.0  # weight of the Laplace shape against what was counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """`steps` f32 [n_steps] ascending; for each coefficient (K's `rank_k`, then V's) dropped (index 0) or with each
-    step: bits a token, weighted squared error and frequency table, all [n, n_steps + 1].
+    step: bits a token, weighted squared error, frequency table and gain, all [n, n_steps + 1].
+
+    A dead zone and a coarse step shrink a coefficient towards its mean. Least squares wants it so; but attention sums
+    over many tokens, where noise averages out and shrinkage does not, so what is decoded is scaled up, half way (by the
+    geometric mean) to where it would be right on average: `gains` = sqrt(E[c^2] / E[c decoded c]).
     `outside`: mean error that no coefficient mends, as the basis lacks it."""
 
     steps: F32
     bits: F64
     errors: F64
     contexts: NDArray[np.intp]
+    gains: F64
     outside: float
     tables: FrequencyTables
     rank_k: int
@@ -50,15 +56,25 @@ def measure(fit: F32, held_out: F32, rank_k: int, outside: float) -> Measured:
     contexts = np.stack([context_of(level) for level in levels], axis=1)
     tables = _count(fit, steps, contexts)
     n = fit.shape[1]
-    bits, errors = np.zeros((n, _N_STEPS + 1)), np.empty((n, _N_STEPS + 1))
+    bits, errors, gains = np.zeros((n, _N_STEPS + 1)), np.empty((n, _N_STEPS + 1)), np.ones((n, _N_STEPS + 1))
+    energy = np.square(fit.astype(np.float64)).sum(axis=0)
     errors[:, 0] = np.square(held_out.astype(np.float64)).mean(axis=0)
     for i, step in enumerate(steps):
         q = quantise(held_out, step)
         errors[:, i + 1] = np.square(held_out - q * step).mean(axis=0)
+        kept = (fit.astype(np.float64) * (quantise(fit, step) * step)).sum(axis=0)
+        gains[:, i + 1] = np.sqrt(np.clip(energy / np.maximum(kept, 1e-30), 1.0, _MAX_GAIN))
         bits[:, i + 1] = code_bits(q, np.broadcast_to(contexts[:, i], q.shape), tables).mean(axis=0)
     contexts = np.concatenate([np.zeros((n, 1), dtype=np.intp), contexts], axis=1)
     return Measured(
-        steps=steps, bits=bits, errors=errors, contexts=contexts, outside=outside, tables=tables, rank_k=rank_k
+        steps=steps,
+        bits=bits,
+        errors=errors,
+        contexts=contexts,
+        gains=gains,
+        outside=outside,
+        tables=tables,
+        rank_k=rank_k,
     )
 
 
@@ -78,6 +94,7 @@ def design(measured: Measured, *, name: str, bits_per_token: float, bound_ratio:
     return Setting(
         name=name,
         steps=_by_stream(steps, measured.rank_k),
+        restore=_by_stream((steps * measured.gains[rows, each]).astype(np.float32), measured.rank_k),
         contexts=_by_stream(measured.contexts[rows, each].astype(np.uint8), measured.rank_k),
         bound=float(bound_ratio * error),
     )

@@ -54,12 +54,14 @@ class Setting:
     """One point of the curve.
 
     `steps` f32 [2, R]: quantiser step of each coefficient of K and of V, 0 where it is dropped or there is none.
-    `contexts` u8 [2, R]: its frequency table. `bound`: the largest weighted squared error that a token may keep; what
-    exceeds it is coded.
+    `restore` f32 [2, R]: what a level of one stands for when decoded (a little more than the step). `contexts` u8
+    [2, R]: its frequency table. `bound`: the largest weighted squared error that a token may keep; what exceeds it is
+    coded.
     """
 
     name: str
     steps: F32
+    restore: F32
     contexts: NDArray[np.uint8]
     bound: float
     quality: tuple[Quality, ...] = ()
@@ -149,6 +151,7 @@ def make_artifact(
         residual.astype("<f4"),
         frequencies.astype("<u2"),
         np.stack([s.steps for s in settings]).astype("<f4"),
+        np.stack([s.restore for s in settings]).astype("<f4"),
         np.stack([s.contexts for s in settings]),
     ]
     data = b"".join([MAGIC, len(text).to_bytes(4, "little"), text, *(a.tobytes() for a in arrays)])
@@ -176,6 +179,7 @@ def parse_artifact(data: bytes) -> Artifact:
             Setting(
                 name=str(s["name"]),
                 steps=arrays["steps"][i].astype(np.float32),
+                restore=arrays["restore"][i].astype(np.float32),
                 contexts=arrays["contexts"][i],
                 bound=float(s["bound"]),
                 quality=tuple(Quality(**q) for q in s["quality"]),
@@ -245,6 +249,7 @@ def _shapes(g: KvGeometry, ranks: tuple[int, int], n_settings: int) -> dict[str,
         "residual": ("<f4", (2, blocks)),
         "frequencies": ("<u2", (N_CONTEXTS, N_SYMBOLS)),
         "steps": ("<f4", (n_settings, 2, rank)),
+        "restore": ("<f4", (n_settings, 2, rank)),
         "contexts": ("u1", (n_settings, 2, rank)),
     }
 
@@ -262,6 +267,8 @@ def _check_values(a: Artifact) -> None:
     for s in a.settings:
         if not (np.isfinite(s.steps).all() and (s.steps >= 0).all() and s.steps.any()):
             raise PayloadCorrupt(f"kvtc artifact: steps of {s.name} are not positive")
+        if not (np.isfinite(s.restore).all() and ((s.restore > 0) == (s.steps > 0)).all()):
+            raise PayloadCorrupt(f"kvtc artifact: {s.name} restores other coefficients than it keeps")
         if any((s.steps[i, r:] > 0).any() for i, r in enumerate(a.ranks)):
             raise PayloadCorrupt(f"kvtc artifact: {s.name} keeps coefficients that the basis lacks")
         if (s.contexts >= N_CONTEXTS).any() or not (math.isfinite(s.bound) and s.bound > 0):

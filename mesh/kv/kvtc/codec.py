@@ -87,6 +87,7 @@ class KvtcCodec:
         self._maps: LinearMaps = maps or NumpyMaps(artifact, setting)
         kept = setting.steps > 0
         self._steps: F32 = setting.steps[kept]
+        self._restore: F32 = setting.restore[kept]
         self._contexts: NDArray[np.intp] = setting.contexts[kept].astype(np.intp)
         dim = artifact.geometry.head_dim
         self._residual = np.repeat(artifact.residual.ravel(), dim)  # of each feature of K, then of V
@@ -115,7 +116,7 @@ class KvtcCodec:
         features = features_of(slab, self._geometry)
         coefficients, energy = self._maps.project(features)
         levels = quantise(coefficients, self._steps)
-        restored = levels.astype(np.float32) * self._steps
+        restored = levels.astype(np.float32) * self._restore
         miss = np.square(coefficients - restored).sum(axis=1) - np.square(coefficients).sum(axis=1)
         errors = np.maximum(energy + miss, 0.0)
         over = np.flatnonzero((modes == 0) & (errors > self.setting.bound))
@@ -158,7 +159,7 @@ class KvtcCodec:
             levels = self._read_levels(reader.take(coded_bytes), len(coded), escapes)
             excess = self._read_excess(reader.take(excess_bytes), modes[with_excess], magnitudes, escapes)
             escapes.finish()
-            features = self._maps.reconstruct(levels.astype(np.float32) * self._steps)
+            features = self._maps.reconstruct(levels.astype(np.float32) * self._restore)
             if len(coded) < n_tokens:
                 some = features
                 features = np.zeros((2, n_tokens, some.shape[2]), dtype=np.float32)

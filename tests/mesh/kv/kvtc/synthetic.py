@@ -68,6 +68,7 @@ def artifact_parts(*, step: float = 0.05, bound: float = 0.5) -> dict[str, objec
             Setting(
                 name="fine",
                 steps=steps,
+                restore=steps,
                 contexts=context_of(mean_level(0.75 * spread, step)).astype(np.uint8),
                 bound=bound,
                 quality=(

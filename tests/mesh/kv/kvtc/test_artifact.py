@@ -81,6 +81,7 @@ def test_values_that_are_not_finite_are_refused(name: str) -> None:
         {"name": "a:b"},
         {"name": ""},
         {"bound": 0.0},
+        {"restore": np.zeros((2, 40), dtype=np.float32)},
         {"steps": -np.ones((2, 40), dtype=np.float32)},
         {"steps": np.zeros((2, 40), dtype=np.float32)},
         {"contexts": np.full((2, 40), 200, dtype=np.uint8)},
