@@ -19,11 +19,13 @@ from mesh.telemetry.log import get_logger
 from mesh.v1 import admin_pb2 as admin
 from placement.decide.settings import DEFAULTS
 from placement.decide.types import Snapshot
-from placement.entry.mesh_view import ModelFacts, NodeFacts, NodeState, build_snapshot, from_wire, to_wire
+from placement.entry.mesh_view import ModelFacts, NodeFacts, NodeState, from_wire, to_wire
 from placement.entry.peers import Dial, Peers
+from placement.entry.snapshot_table import SnapshotTable
 
 _NEVER_S = 1e9
 _SILENT_AFTER_S = 5.0  # snapshots come every second; after this, placement has nothing to say about a node's state
+_READ_ALL_EVERY_S = 1.0
 
 log = get_logger(__name__)
 
@@ -36,8 +38,11 @@ class EdgeWorld:
         self._models = models
         self._load = load
         self._draining = False
-        self._peers = Peers(dial, watch_load=False, on_change=self._changed)
-        self._others: tuple[NodeFacts, ...] = ()  # as pushed; ages are those of that moment
+        self._table = SnapshotTable(self._node, entry_node_id=own.place.node_id)
+        self._table.stale(own.place.node_id)
+        self._read_all_s = 0.0  # monotonic time at which the table last read every node
+        self._peers = Peers(dial, watch_load=False, on_change=self._changed, on_news=self._table.stale)
+        self._others: dict[str, NodeFacts] = {}  # as pushed; ages are those of that moment
         self._pushed_at_s: float | None = None
         self._unread = 0
         self._version = 0
@@ -49,6 +54,7 @@ class EdgeWorld:
     def set_load(self, load: EngineLoad, *, draining: bool) -> None:
         """The own engine's load now."""
         self._load, self._draining = load, draining
+        self._table.stale(self._own.place.node_id)
 
     def set_snapshot(self, snapshot: admin.Snapshot) -> None:
         """A newer snapshot was pushed; open links to the core nodes in it."""
@@ -57,11 +63,14 @@ class EdgeWorld:
         if unread != self._unread:
             self._unread = unread
             log.warning("snapshot_has_nodes_of_a_newer_kind", count=unread)
-        self._others = tuple(node for node in known if node.place.node_id != self._own.place.node_id)
+        before = self._others
+        self._others = {node.place.node_id: node for node in known if node.place.node_id != self._own.place.node_id}
+        for node_id in before.keys() | self._others.keys():
+            self._table.stale(node_id)
         self._pushed_at_s = time.monotonic()
         self._peers.update(
             Peer(address=node.address, place=node.place)
-            for node in self._others
+            for node in self._others.values()
             if node.address and node.place.tier is Tier.CORE
         )
         self._changed()
@@ -69,7 +78,12 @@ class EdgeWorld:
     # The entry's World
 
     def snapshot(self) -> Snapshot:
-        return build_snapshot(self.nodes(), entry_node_id=self._own.place.node_id, version=self._version)
+        now_s = time.monotonic()
+        if self.snapshot_age_s() > _SILENT_AFTER_S and now_s - self._read_all_s > _READ_ALL_EVERY_S:
+            self._read_all_s = now_s  # what is said of nodes depends on the time now, see _heard
+            for node_id in self._others:
+                self._table.stale(node_id)
+        return self._table.snapshot(version=self._version, now_s=now_s)
 
     def snapshot_age_s(self) -> float:
         return _NEVER_S if self._pushed_at_s is None else time.monotonic() - self._pushed_at_s
@@ -90,17 +104,8 @@ class EdgeWorld:
 
     def nodes(self) -> tuple[NodeFacts, ...]:
         """The own node first-hand, the others as last heard."""
-        own = NodeFacts(
-            place=self._own.place,
-            address="",
-            state=NodeState.READY,
-            models=self._models,
-            load=self._load,
-            draining=self._draining,
-            rtt_s=0.0,
-        )
         elapsed_s = self.snapshot_age_s()
-        return (own, *(self._heard(node, elapsed_s) for node in self._others))
+        return (self._own_facts(), *(self._heard(node, elapsed_s) for node in self._others.values()))
 
     def wire_snapshot(self) -> admin.Snapshot:
         return to_wire(
@@ -113,6 +118,23 @@ class EdgeWorld:
             async with asyncio.timeout(timeout_s):
                 await self._changes.wait()
 
+    def _node(self, node_id: str) -> NodeFacts | None:
+        if node_id == self._own.place.node_id:
+            return self._own_facts()
+        node = self._others.get(node_id)
+        return None if node is None else self._heard(node, self.snapshot_age_s())
+
+    def _own_facts(self) -> NodeFacts:
+        return NodeFacts(
+            place=self._own.place,
+            address="",
+            state=NodeState.READY,
+            models=self._models,
+            load=self._load,
+            draining=self._draining,
+            rtt_s=0.0,
+        )
+
     def _heard(self, node: NodeFacts, elapsed_s: float) -> NodeFacts:
         age_s = node.age_s + elapsed_s
         link = self._peers.link(node.place.node_id)
@@ -121,7 +143,7 @@ class EdgeWorld:
         facts, state = link.facts, node.state
         if facts.reachable:
             # It answers us, whatever placement last knew: busy for all we know, but not to be refused as unheard of.
-            age_s = min(age_s, DEFAULTS.stale_after_s)
+            age_s = min(age_s, DEFAULTS.stale_after_s - 2 * _READ_ALL_EVERY_S)
             if state is NodeState.DISCONNECTED and elapsed_s > _SILENT_AFTER_S:
                 state = NodeState.READY
         elif state is NodeState.READY:

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -77,12 +78,15 @@ class _CountedPort(GrpcPort):
 class PeerLink:
     """One dialled node. Owned by Peers."""
 
-    def __init__(self, peer: Peer, dial: Dial, *, watch_load: bool, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, peer: Peer, dial: Dial, *, watch_load: bool, on_change: Callable[[], None], on_news: Callable[[str], None]
+    ) -> None:
         self.peer = peer
         self.channel = dial(peer)
         self.port = _CountedPort(self.channel, peer)
         self._stub = node_pb2_grpc.NodeStub(self.channel)
         self._on_change = on_change
+        self._on_news = partial(on_news, peer.place.node_id)
         self._reachable = False
         self._model = LinkModel()
         self._load: EngineLoad | None = None
@@ -111,6 +115,7 @@ class PeerLink:
     def saw_transfer(self, wire_bytes: int, duration_s: float) -> None:
         """Learn from a real transfer over this link."""
         self._model.saw_transfer(wire_bytes, duration_s, now_s=time.monotonic())
+        self._on_news()
 
     async def close(self) -> None:
         """At once; what runs over it fails."""
@@ -129,6 +134,7 @@ class PeerLink:
     def _set_reachable(self, reachable: bool) -> None:
         if reachable != self._reachable:
             self._reachable = reachable
+            self._on_news()
             log.info("peer_reachable" if reachable else "peer_unreachable", node_id=self.peer.place.node_id)
             self._on_change()
 
@@ -157,11 +163,13 @@ class PeerLink:
         await self._stub.Probe(node_pb2.ProbeRequest(), timeout=_PROBE_TIMEOUT_S)
         now_s = time.monotonic()
         self._model.saw_round_trip(now_s - started_s, now_s=now_s)
+        self._on_news()
         if with_goodput and not (self._load and self._load.running):
             started_s = time.monotonic()
             await self._stub.Probe(node_pb2.ProbeRequest(reply_bytes=LEAST_BYTES), timeout=_GOODPUT_TIMEOUT_S)
             now_s = time.monotonic()
             self._model.saw_probe(LEAST_BYTES, now_s - started_s, now_s=now_s)
+            self._on_news()
 
     async def _watch_load_forever(self) -> None:
         failures = 0
@@ -173,6 +181,7 @@ class PeerLink:
                     self._draining = response.load.draining
                     first = self._load_at_s is None
                     self._load_at_s = time.monotonic()
+                    self._on_news()
                     if first or self._draining:
                         self._on_change()
             except Exception as error:
@@ -186,12 +195,21 @@ def _backoff_s(failures: int) -> float:
 
 
 class Peers:
-    """All nodes that this entry dials, by node id."""
+    """All nodes that this entry dials, by node id. `on_change`: one became reachable or stopped being so, or is
+    new; `on_news(node_id)`: any figure of one changed."""
 
-    def __init__(self, dial: Dial, *, watch_load: bool, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        dial: Dial,
+        *,
+        watch_load: bool,
+        on_change: Callable[[], None],
+        on_news: Callable[[str], None] = lambda node_id: None,
+    ) -> None:
         self._dial = dial
         self._watch_load = watch_load
         self._on_change = on_change
+        self._on_news = on_news
         self._links: dict[str, PeerLink] = {}
         self._retiring: dict[asyncio.Task[None], PeerLink] = {}
 
@@ -214,7 +232,11 @@ class Peers:
         for node_id, peer in by_id.items():
             if node_id not in self._links:
                 self._links[node_id] = PeerLink(
-                    peer, self._dial, watch_load=self._watch_load, on_change=self._on_change
+                    peer,
+                    self._dial,
+                    watch_load=self._watch_load,
+                    on_change=self._on_change,
+                    on_news=self._on_news,
                 )
 
     def _close_later(self, link: PeerLink) -> None:

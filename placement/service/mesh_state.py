@@ -21,8 +21,9 @@ from mesh.rpc.uplink.types import AttachedEdge
 from mesh.telemetry.log import get_logger
 from mesh.v1 import admin_pb2 as admin
 from placement.decide.types import Snapshot
-from placement.entry.mesh_view import IDLE, NodeFacts, NodeState, build_snapshot, models_from_wire, to_wire
+from placement.entry.mesh_view import IDLE, NodeFacts, NodeState, models_from_wire, to_wire
 from placement.entry.peers import Dial, Peers
+from placement.entry.snapshot_table import SnapshotTable
 from placement.service.registrations import from_registration, to_registration
 
 log = get_logger(__name__)
@@ -47,16 +48,21 @@ class MeshState:
         self._place = place
         self._registry = registry
         self._hub = hub
-        self._peers = Peers(dial, watch_load=True, on_change=self._changed)
+        self._table = SnapshotTable(self._node, entry_node_id=place.node_id)
+        self._peers = Peers(dial, watch_load=True, on_change=self._changed, on_news=self._table.stale)
         self._heard_s: float | None = None  # monotonic time of the registry's last word
-        self._registered: tuple[_Registered, ...] = ()
+        self._registered: dict[str, _Registered] = {}
+        self._sessions: dict[str, str] = {}  # of attached edges
         self._version = 0
         self._changes = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begin to watch. Returns at once."""
-        loops = (self._watch_registry, self._watch_edges, self._push_snapshots, self._beat_for_edges)
+        self._hub.listen(self._edge_changed)
+        for edge in self._hub.attached():
+            self._edge_changed(edge.place.node_id)
+        loops = (self._watch_registry, self._push_snapshots, self._beat_for_edges)
         self._tasks = [background_loop(loop, loop.__name__.strip("_")) for loop in loops]
 
     async def close(self) -> None:
@@ -68,13 +74,13 @@ class MeshState:
     # The entry's World
 
     def snapshot(self) -> Snapshot:
-        return build_snapshot(self.nodes(), entry_node_id=self._place.node_id, version=self._version)
+        return self._table.snapshot(version=self._version, now_s=time.monotonic())
 
     def snapshot_age_s(self) -> float:
         return _NEVER_S if self._heard_s is None else time.monotonic() - self._heard_s
 
     def port(self, node_id: str) -> NodePort:
-        if any(edge.place.node_id == node_id for edge in self._hub.attached()):
+        if node_id in self._sessions:
             return self._hub.port(node_id)
         return self._peers.port(node_id)
 
@@ -86,13 +92,8 @@ class MeshState:
 
     def nodes(self) -> tuple[NodeFacts, ...]:
         """All known nodes, each with the age of its figures."""
-        attached = {edge.place.node_id: edge for edge in self._hub.attached()}
-        known = {edge.place.node_id: _edge_facts(edge) for edge in attached.values()}
-        for node in self._registered:
-            if node.facts.place.node_id not in known:
-                is_core = node.facts.place.tier is Tier.CORE
-                known[node.facts.place.node_id] = self._core_facts(node) if is_core else node.facts
-        return tuple(known[node_id] for node_id in sorted(known))
+        found = (self._node(node_id) for node_id in sorted(self._registered.keys() | self._sessions.keys()))
+        return tuple(node for node in found if node is not None)
 
     def wire_snapshot(self) -> admin.Snapshot:
         return self._to_wire(self.nodes())
@@ -111,6 +112,15 @@ class MeshState:
     def _to_wire(self, nodes: tuple[NodeFacts, ...] | list[NodeFacts]) -> admin.Snapshot:
         age = min(self.snapshot_age_s(), _NEVER_S)
         return to_wire(nodes, version=self._version, registry_age_s=age, made_unix_s=time.time())
+
+    def _node(self, node_id: str) -> NodeFacts | None:
+        edge = self._hub.find(node_id)
+        if edge is not None:
+            return _edge_facts(edge)
+        node = self._registered.get(node_id)
+        if node is None or node.facts.place.tier is not Tier.CORE:
+            return None if node is None else node.facts
+        return self._core_facts(node)
 
     def _core_facts(self, node: _Registered) -> NodeFacts:
         link = self._peers.link(node.facts.place.node_id)
@@ -140,17 +150,20 @@ class MeshState:
             self._heard_s = view.heard_monotonic_s
             if view.nodes != last:
                 last = view.nodes
-                self._registered = self._read(view)
+                before, self._registered = self._registered, self._read(view)
+                for node_id in before.keys() | self._registered.keys():
+                    if before.get(node_id) != self._registered.get(node_id):
+                        self._table.stale(node_id)
                 self._peers.update(
                     Peer(address=node.facts.address, place=node.facts.place)
-                    for node in self._registered
+                    for node in self._registered.values()
                     if node.facts.address and node.facts.place.role is Role.CORE
                 )
                 self._changed()
 
-    def _read(self, view: NodesView) -> tuple[_Registered, ...]:
-        """The nodes of a view that may do work, as far as they can be read."""
-        found = []
+    def _read(self, view: NodesView) -> dict[str, _Registered]:
+        """The nodes of a view that may do work, as far as they can be read, by id."""
+        found = {}
         for node in view.nodes:
             try:
                 place, models = from_registration(node.registration, mesh=self._place.mesh)
@@ -166,16 +179,20 @@ class MeshState:
                     reachable=False,
                     age_s=_NEVER_S,
                 )
-                found.append(_Registered(facts, node.health))
-        return tuple(found)
+                found[place.node_id] = _Registered(facts, node.health)
+        return found
 
-    async def _watch_edges(self) -> None:
-        known: frozenset[str] = frozenset()
-        async for edges in self._hub.watch():
-            now = frozenset(edge.session_id for edge in edges)
-            if now != known:
-                known = now
-                self._changed()
+    def _edge_changed(self, node_id: str) -> None:
+        self._table.stale(node_id)
+        edge = self._hub.find(node_id)
+        session_id = "" if edge is None else edge.session_id
+        if session_id == self._sessions.get(node_id, ""):
+            return  # its load
+        if edge is None:
+            del self._sessions[node_id]
+        else:
+            self._sessions[node_id] = session_id
+        self._changed()
 
     async def _push_snapshots(self) -> None:
         while True:

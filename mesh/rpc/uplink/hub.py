@@ -54,6 +54,7 @@ class UplinkHub(uplink_pb2_grpc.UplinkServicer):
         self._limits = limits or UplinkLimits()
         self._sessions: dict[str, Session] = {}
         self._watchers: set[asyncio.Event] = set()
+        self._listeners: list[Callable[[str], None]] = []
         self._config_for: ConfigFor | None = None
         self._snapshot_for: SnapshotFor | None = None
         self._closed = False
@@ -63,6 +64,15 @@ class UplinkHub(uplink_pb2_grpc.UplinkServicer):
     def attached(self) -> tuple[AttachedEdge, ...]:
         """All nodes with a live session, sorted by node id."""
         return tuple(self._sessions[node_id].view() for node_id in sorted(self._sessions))
+
+    def find(self, node_id: str) -> AttachedEdge | None:
+        """A node with a live session; None if it has none."""
+        session = self._sessions.get(node_id)
+        return None if session is None else session.view()
+
+    def listen(self, on_change: Callable[[str], None]) -> None:
+        """Call `on_change` with the node id at each change of a session (attach, end, load). It must be quick."""
+        self._listeners.append(on_change)
 
     async def watch(self) -> AsyncIterator[tuple[AttachedEdge, ...]]:
         """`attached()` now and after each change (attach, detach, lease expiry, load), forever. Changes that come
@@ -185,7 +195,7 @@ class UplinkHub(uplink_pb2_grpc.UplinkServicer):
             session.push("config", uplink_pb2.AttachResponse(config=self._config_for(place)))
         if self._snapshot_for is not None:
             session.push("snapshot", uplink_pb2.AttachResponse(snapshot=self._snapshot_for(place)))
-        self._changed()
+        self._changed(place.node_id)
 
     def _session(self, node_id: str) -> Session:
         session = self._sessions.get(node_id)
@@ -196,8 +206,10 @@ class UplinkHub(uplink_pb2_grpc.UplinkServicer):
     def _session_changed(self, session: Session) -> None:
         if not session.alive and self._sessions.get(session.place.node_id) is session:
             del self._sessions[session.place.node_id]
-        self._changed()
+        self._changed(session.place.node_id)
 
-    def _changed(self) -> None:
+    def _changed(self, node_id: str) -> None:
         for changed in self._watchers:
             changed.set()
+        for on_change in self._listeners:
+            on_change(node_id)
