@@ -14,7 +14,7 @@ from core_node.engine.rope import rope_table
 from core_node.engine.sampler import Logits
 from core_node.engine.scheduler import Chunk
 from core_node.engine.weights import WeightSource, load_ends, load_layers
-from core_node.kernels.build import library, require_cpu
+from core_node.kernels.build import Variant, best_variant, library
 from core_node.kernels.llama_step import LlamaStep, StepInput, StepShape
 from mesh.model.description import ModelDescription
 
@@ -40,13 +40,13 @@ class KernelStep:
         max_sequences: int,
         n_threads: int,
         int8: bool,
-        amx: bool | None = None,
+        variant: Variant | None = None,
     ) -> KernelStep:
-        """Build the kernels if need be, then pack the weights layer by layer. `amx`: None for what the CPU has.
+        """Build the kernels if need be, then pack the weights layer by layer. `variant`: None for the best here.
 
         Raises NotImplementedHere, with the reason, where this machine or this model's shape is not for them."""
         d = description
-        amx = require_cpu() if amx is None else amx
+        variant = variant or best_variant()
         shape = StepShape(
             n_layers=d.n_layers,
             hidden=d.hidden_size,
@@ -61,7 +61,7 @@ class KernelStep:
         )
         shape.check()
         rope = rope_table(d.head_dim, d.rope_base, d.rope_scaling, max_positions)
-        step = LlamaStep(library(), shape, rope, n_threads=n_threads, amx=amx, int8=int8)
+        step = LlamaStep(library(variant), shape, rope, n_threads=n_threads, amx=variant.amx, int8=int8)
         ends = load_ends(d, source, torch.bfloat16, _CPU)
         step.set_ends(embedding=ends.embedding, norm=ends.norm, head=ends.head)
         for i, layer in enumerate(load_layers(d, source, torch.bfloat16, _CPU)):
@@ -74,7 +74,7 @@ class KernelStep:
                 gate_up=layer.gate_up,
                 down=layer.down,
             )
-        return cls(step, "kernels, AMX" if amx else "kernels, AVX-512", n_threads)
+        return cls(step, f"kernels, {variant.name}", n_threads)
 
     def compute(self, chunks: Seq[Chunk], wants_logits: Seq[bool], pool: KvPool, *, only_best: bool) -> Logits:
         output = self.step.run(step_input(chunks, wants_logits, keep_logits=not only_best), pool.k, pool.v)

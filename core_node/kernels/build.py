@@ -1,7 +1,9 @@
 """Compiles the C++ step on first use and keeps it under ~/.cache/kvmesh/kernels.
 
 One translation unit, no dependency but the standard library, so a plain compiler call is all the build there is.
-The file's name is a hash of the sources, the compiler and its flags: a change of any of them builds anew.
+The file's name is a hash of the sources, the compiler and its flags: a change of any of them builds anew. One build is
+for one instruction set: AVX-512 with bf16 products (AMX among its flags; used where the processor has it), or AVX2 with
+FMA, which computes in f32. A processor with neither runs the torch step.
 """
 
 from __future__ import annotations
@@ -11,20 +13,36 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.errors import NotImplementedHere
 
 _SOURCES = Path(__file__).parent / "src"
 _COMPILERS = ("g++", "clang++", "c++")
-_FLAGS = (
-    *("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"),
-    *("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mavx512bf16"),
-    *("-mamx-tile", "-mamx-bf16"),
-)
+_FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off")
+_AVX512_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512bf16", "amx-tile", "amx-bf16")
 _TIMEOUT_S = 300.0
-_NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"}
-_AMX = {"amx_tile", "amx_bf16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run the step. `flags` build it; `needed` is what /proc/cpuinfo must list."""
+
+    name: str
+    flags: tuple[str, ...]
+    needed: frozenset[str]
+    amx: bool = False
+
+
+AVX2 = Variant(name="AVX2", flags=("-mavx2", "-mfma"), needed=frozenset({"avx2", "fma"}))
+AVX512 = Variant(
+    name="AVX-512",
+    flags=(*AVX2.flags, *(f"-m{name}" for name in _AVX512_FLAGS)),
+    needed=AVX2.needed | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_bf16"},
+)
+AMX = Variant(name="AMX", flags=AVX512.flags, needed=AVX512.needed | {"amx_tile", "amx_bf16"}, amx=True)
+VARIANTS = (AMX, AVX512, AVX2)  # the fastest first
 
 
 def cpu_features() -> frozenset[str]:
@@ -36,28 +54,29 @@ def cpu_features() -> frozenset[str]:
     return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
 
 
-def require_cpu() -> bool:
-    """Whether there is AMX. Raises NotImplementedHere, naming what is missing, if the step cannot run here at all."""
+def best_variant() -> Variant:
+    """The fastest that the processor can run. Raises NotImplementedHere, naming what is missing, if there is none."""
     features = cpu_features()
-    if missing := sorted(_NEEDED - features):
-        raise NotImplementedHere(f"the processor has no {', '.join(missing)}")
-    return features >= _AMX
+    found = next((v for v in VARIANTS if v.needed <= features), None)
+    if found is None:
+        raise NotImplementedHere(f"the processor has no {', '.join(sorted(VARIANTS[-1].needed - features))}")
+    return found
 
 
-def library(cache: Path | None = None) -> Path:
+def library(variant: Variant, cache: Path | None = None) -> Path:
     """The compiled step, built if it is not there. Raises NotImplementedHere if it cannot be built."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if sys.platform != "linux" or compiler is None:
         raise NotImplementedHere("there is no C++ compiler" if sys.platform == "linux" else f"not on {sys.platform}")
     folder = cache or Path.home() / ".cache" / "kvmesh" / "kernels"
-    path = folder / f"llama_step-{_key(compiler)}.so"
+    path = folder / f"llama_step-{_key(compiler, variant)}.so"
     if path.exists():
         return path
     # Several processes may build at once; each renames its own whole file into place.
     part = path.with_suffix(f".{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        command = [compiler, *_FLAGS, str(_SOURCES / "llama_step.cpp"), "-o", str(part)]
+        command = [compiler, *_FLAGS, *variant.flags, str(_SOURCES / "llama_step.cpp"), "-o", str(part)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         part.replace(path)
     except subprocess.CalledProcessError as exc:
@@ -70,9 +89,9 @@ def library(cache: Path | None = None) -> Path:
     return path
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, variant: Variant) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    digest = hashlib.sha256(f"{version.stdout}\0{_FLAGS}".encode())
+    digest = hashlib.sha256(f"{version.stdout}\0{_FLAGS + variant.flags}".encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:20]

@@ -1,8 +1,9 @@
 // One step of a `llama` model in one call: all layers, all rows, logits, greedy choice. C ABI for ctypes.
 //
 // A step has rows (tokens) of sequences; K and V go into the caller's paged pool, and what is attended to is read from
-// there. The residual stream is f32, what enters a product is bf16. Every number of a row is computed in an order
-// that does not depend on the other rows, so a step's result for a sequence is the same, bit for bit, in any company.
+// there. The residual stream is f32; what enters a product is bf16 with AVX-512 and f32 with AVX2. Every number of a
+// row is computed in an order that does not depend on the other rows, so a step's result for a sequence is the same,
+// bit for bit, in any company.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -49,13 +50,6 @@ struct Layer {
   Packed qkv, out, gate_up, down;
 };
 
-// The best logit so far of each of 16 lanes of one row. Blocks come in rising order, so `>` keeps the lowest id.
-struct alignas(64) Best {
-  float value[16];
-  int32_t id[16];
-  int32_t nan;
-};
-
 class Model {
  public:
   Model(const Shape& shape, const float* rope, int rope_positions)
@@ -65,11 +59,11 @@ class Model {
     layers_.resize(s_.n_layers);
     rope_ = copy(rope, size_t(rope_positions) * s_.head_dim);
     x_ = (float*)arena_.take(rows * s_.hidden * 4);
-    input_ = (char*)arena_.take(rows * std::max(s_.hidden, s_.n_q * s_.head_dim) * 2);
-    act_ = (char*)arena_.take(rows * s_.ffn * 2);
+    input_ = (char*)arena_.take(rows * std::max(s_.hidden, s_.n_q * s_.head_dim) * sizeof(Activation));
+    act_ = (char*)arena_.take(rows * s_.ffn * sizeof(Activation));
     qkv_ = (float*)arena_.take(rows * n_qkv * 4);
-    q_ = (bf16*)arena_.take(rows * s_.n_q * s_.head_dim * 2);
-    head_in_ = (char*)arena_.take(round_up(s_.max_logit_rows, 32) * s_.hidden * 2);
+    q_ = (Activation*)arena_.take(rows * s_.n_q * s_.head_dim * sizeof(Activation));
+    head_in_ = (char*)arena_.take(round_up(s_.max_logit_rows, 32) * s_.hidden * sizeof(Activation));
     row_sequence_.resize(rows);
     for (int t = 0; t < s_.n_threads; t++) {
       best_.emplace_back(s_.max_logit_rows);
@@ -107,13 +101,15 @@ class Model {
     }
     for (auto& best : best_) std::fill_n(best.begin(), step.n_logit_rows, kNoBest);
     team_.run([&](int thread) {
+#ifdef __AMX_TILE__
       if (s_.amx) {
         configure_tiles();
         work<true>(step, thread, m);
         release_tiles();
-      } else {
-        work<false>(step, thread, m);
+        return;
       }
+#endif
+      work<false>(step, thread, m);
     });
   }
 
@@ -138,15 +134,14 @@ class Model {
     auto add_to_x = [&](int row0, int rows, int block, const float* c) {
       for (int r = 0; r < rows; r++) {
         float* x = x_ + size_t(row0 + r) * s_.hidden + block * kBlockN;
-        for (int i = 0; i < kBlockN; i += 16)
-          _mm512_storeu_ps(x + i, _mm512_add_ps(_mm512_loadu_ps(x + i), _mm512_load_ps(c + 32 * r + i)));
+        for (int i = 0; i < kBlockN; i += kLanes) store(x + i, add(load(x + i), load(c + 32 * r + i)));
       }
     };
 
     for (int r = thread; r < m; r += team_.size()) {
       const bf16* from = embedding_ + size_t(step.token_ids[r]) * s_.hidden;
       float* x = x_ + size_t(r) * s_.hidden;
-      for (int i = 0; i < s_.hidden; i += 16) _mm512_storeu_ps(x + i, load_bf16(from + i));
+      for (int i = 0; i < s_.hidden; i += kLanes) store(x + i, load_bf16(from + i));
     }
     for (int l = 0; l < s_.n_layers; l++) {
       const Layer& layer = layers_[l];
@@ -168,11 +163,7 @@ class Model {
       for (int r = thread; r < m; r += team_.size()) norm(r, layer.ffn_norm, input_, r);
       end(kNorm);
       product(layer.gate_up, input_, m, [&](int row0, int rows, int block, const float* c) {
-        for (int r = 0; r < rows; r++) {
-          __m512 y = _mm512_mul_ps(silu(_mm512_load_ps(c + 32 * r)), _mm512_load_ps(c + 32 * r + 16));
-          bf16* to = a_tile_row(act_, s_.ffn / 32, row0 + r, block / 2) + block % 2 * 16;
-          _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(y));
-        }
+        for (int r = 0; r < rows; r++) swiglu(c + 32 * r, act_, s_.ffn, row0 + r, 16 * block);
       });
       end(kGateUp);
       product(layer.down, act_, m, add_to_x);
@@ -190,21 +181,21 @@ class Model {
       step.phase_ns[kChoose] += std::chrono::nanoseconds(Clock::now() - before).count();
   }
 
-  // RMSNorm of x's row `from` to row `to` of A tiles.
-  void norm(int from, const float* weight, char* tiles, int to) {
+  // RMSNorm of x's row `from` to row `to` of what enters a product.
+  void norm(int from, const float* weight, char* input, int to) {
     const float* x = x_ + size_t(from) * s_.hidden;
-    __m512 a = _mm512_setzero_ps(), b = a;
-    for (int i = 0; i < s_.hidden; i += 32) {
-      __m512 u = _mm512_loadu_ps(x + i), v = _mm512_loadu_ps(x + i + 16);
-      a = _mm512_fmadd_ps(u, u, a);
-      b = _mm512_fmadd_ps(v, v, b);
+    Vec a = zero(), b = a;
+    for (int i = 0; i < s_.hidden; i += 2 * kLanes) {
+      Vec u = load(x + i), v = load(x + i + kLanes);
+      a = fma(u, u, a);
+      b = fma(v, v, b);
     }
-    const float mean = _mm512_reduce_add_ps(_mm512_add_ps(a, b)) / float(s_.hidden);
-    const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(mean + s_.norm_eps));
-    for (int i = 0; i < s_.hidden; i += 32) {
-      __m512 u = _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), scale), _mm512_loadu_ps(weight + i));
-      __m512 v = _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i + 16), scale), _mm512_loadu_ps(weight + i + 16));
-      store_bf16(a_tile_row(tiles, s_.hidden / 32, to, i / 32), u, v);
+    const float mean = sum_of(add(a, b)) / float(s_.hidden);
+    const Vec scale = set1(1.f / std::sqrt(mean + s_.norm_eps));
+    for (int i = 0; i < s_.hidden; i += 2 * kLanes) {
+      Vec u = mul(mul(load(x + i), scale), load(weight + i));
+      Vec v = mul(mul(load(x + i + kLanes), scale), load(weight + i + kLanes));
+      store_activations(activations(input, s_.hidden, to, i), u, v);
     }
   }
 
@@ -215,19 +206,18 @@ class Model {
     const size_t slot = size_t(block) * kPoolBlock + at % kPoolBlock;
     const size_t to = layer * step.layer_size + slot * s_.n_kv * dim;
     const float *from = qkv_ + size_t(r) * (s_.n_q + 2 * s_.n_kv) * dim, *cos = rope_ + size_t(at) * dim;
-    const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-    auto turned = [&](const float* x, int d) {
-      __m512 c = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(cos + d / 2)));
-      __m512 s = _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(cos + dim / 2 + d / 2)));
-      __m512 v = _mm512_loadu_ps(x + d);
-      return _mm512_fmaddsub_ps(v, c, _mm512_mul_ps(_mm512_permute_ps(v, 0xb1), s));
-    };
-    for (int head = 0; head < s_.n_q + s_.n_kv; head++, from += dim) {
-      bf16* out = head < s_.n_q ? q_ + (size_t(r) * s_.n_q + head) * dim : step.k + to + size_t(head - s_.n_q) * dim;
-      for (int d = 0; d < dim; d += 32) store_bf16(out + d, turned(from, d), turned(from, d + 16));
+    const float* sin = cos + dim / 2;
+    auto turn = [&](int d) { return turned(load(from + d), cos + d / 2, sin + d / 2); };
+    for (int head = 0; head < s_.n_q; head++, from += dim) {
+      Activation* q = q_ + (size_t(r) * s_.n_q + head) * dim;
+      for (int d = 0; d < dim; d += 2 * kLanes) store_activations(q + d, turn(d), turn(d + kLanes));
     }
-    for (int d = 0; d < s_.n_kv * dim; d += 32)
-      store_bf16(step.v + to + d, _mm512_loadu_ps(from + d), _mm512_loadu_ps(from + d + 16));
+    for (int head = 0; head < s_.n_kv; head++, from += dim) {
+      bf16* k = step.k + to + size_t(head) * dim;
+      for (int d = 0; d < dim; d += 2 * kLanes) store_bf16(k + d, turn(d), turn(d + kLanes));
+    }
+    for (int d = 0; d < s_.n_kv * dim; d += 2 * kLanes)
+      store_bf16(step.v + to + d, load(from + d), load(from + d + kLanes));
   }
 
   template <bool Amx>
@@ -242,18 +232,11 @@ class Model {
 
   void choose(const Step& step, int thread, int row, int block, const float* c) {
     Best& best = best_[thread][row];
+    float* logits = step.keep_logits ? step.logits + size_t(row) * s_.vocab : nullptr;
     for (int i = 0; i < kBlockN; i += 16) {
       const int first = block * kBlockN + i, n = std::min(16, s_.vocab - first);
       if (n <= 0) break;
-      const __mmask16 there = __mmask16((1u << n) - 1);
-      const __m512 x = _mm512_load_ps(c + i), old = _mm512_load_ps(best.value);
-      const __m512i ids = _mm512_add_epi32(_mm512_set1_epi32(first),
-                                           _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-      const __mmask16 better = _mm512_mask_cmp_ps_mask(there, x, old, _CMP_GT_OQ);
-      _mm512_mask_store_ps(best.value, better, x);
-      _mm512_mask_store_epi32(best.id, better, ids);
-      best.nan |= _mm512_mask_cmp_ps_mask(there, x, x, _CMP_UNORD_Q);
-      if (step.keep_logits) _mm512_mask_storeu_ps(step.logits + size_t(row) * s_.vocab + first, there, x);
+      take_best(best, c + i, first, n, logits ? logits + first : nullptr);
     }
   }
 
@@ -283,8 +266,8 @@ class Model {
   const bf16* embedding_ = nullptr;
   const float *norm_ = nullptr, *rope_ = nullptr;  // rope: [position][cos | sin][head_dim / 2]
   float *x_, *qkv_;                                // [rows][hidden], [rows][q, k, v]
-  char *input_, *act_, *head_in_;                  // A tiles
-  bf16* q_;                                        // [rows][n_q][head_dim]
+  char *input_, *act_, *head_in_;                  // what enters a product, as linear_*.h wants it
+  Activation* q_;                                  // [rows][n_q][head_dim]
   std::vector<int> row_sequence_;
   std::vector<Item> items_;
   std::vector<std::vector<Best>> best_;  // of each thread
@@ -306,7 +289,7 @@ const Best Model::kNoBest = [] {
 
 extern "C" {
 
-// Ask the kernel for AMX's registers, once a process. 0: granted.
+// Ask the system for AMX's registers, once a process. 0: granted.
 EXPORT int kvmesh_amx() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   return int(syscall(SYS_arch_prctl, kRequestPermission, kTileData));

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from core_node.engine.sampler import Logits
 from core_node.engine.scheduler import Chunk
 from core_node.engine.sequence import Sequence
 from core_node.engine.weights import LlamaWeights, load_weights
-from core_node.kernels.build import library, require_cpu
+from core_node.kernels.build import VARIANTS, Variant, cpu_features, library
 from mesh.errors import NotImplementedHere
 from mesh.kv.geometry import KvDtype
 from mesh.model.description import ModelDescription, describe
@@ -44,22 +43,17 @@ SHAPES = {
 }
 
 
-@cache
-def has_amx() -> bool:
-    """Skips the test where the kernels cannot run at all."""
+@pytest.fixture(params=VARIANTS, ids=lambda v: v.name)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    """Skips the test where this variant cannot run."""
+    wanted: Variant = request.param
+    if missing := wanted.needed - cpu_features():
+        pytest.skip(f"the processor has no {', '.join(sorted(missing))}")
     try:
-        amx = require_cpu()
-        library()
+        library(wanted)
     except NotImplementedHere as exc:
         pytest.skip(exc.message)
-    return amx
-
-
-@pytest.fixture(params=["amx", "avx512"])
-def amx(request: pytest.FixtureRequest) -> bool:
-    if request.param == "amx" and not has_amx():
-        pytest.skip("the processor has no AMX")
-    return bool(request.param == "amx")
+    return wanted
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +70,7 @@ class Bench:
     """One model behind the kernels, a pool, and sequences with shuffled blocks."""
 
     def __init__(
-        self, model: tuple[ModelDescription, GgufWeights], *, amx: bool, int8: bool = False, n_threads: int = 1
+        self, model: tuple[ModelDescription, GgufWeights], *, variant: Variant, int8: bool = False, n_threads: int = 1
     ) -> None:
         self.description, self.source = model
         self.int8 = int8
@@ -88,7 +82,7 @@ class Bench:
             max_sequences=32,
             n_threads=n_threads,
             int8=int8,
-            amx=amx,
+            variant=variant,
         )
         self.pool = KvPool(self.description.geometry, N_BLOCKS, KvDtype.BF16, CPU)
 
@@ -152,9 +146,9 @@ def ragged_steps(vocab: int) -> list[list[Chunk]]:
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
 def test_logits_are_at_least_as_near_to_f32_as_torch_in_bf16(
-    shape: str, int8: bool, amx: bool, models: dict[str, tuple[ModelDescription, GgufWeights]]
+    shape: str, int8: bool, variant: Variant, models: dict[str, tuple[ModelDescription, GgufWeights]]
 ) -> None:
-    bench = Bench(models[shape], amx=amx, int8=int8, n_threads=2)
+    bench = Bench(models[shape], variant=variant, int8=int8, n_threads=2)
     exact, exact_pool = bench.torch_step(torch.float32), KvPool(bench.description.geometry, N_BLOCKS, KvDtype.F32, CPU)
     rival, rival_pool = (
         bench.torch_step(torch.bfloat16),
@@ -176,15 +170,15 @@ def test_logits_are_at_least_as_near_to_f32_as_torch_in_bf16(
 
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
 def test_a_sequence_does_not_depend_on_its_company_bit_for_bit(
-    int8: bool, amx: bool, models: dict[str, tuple[ModelDescription, GgufWeights]]
+    int8: bool, variant: Variant, models: dict[str, tuple[ModelDescription, GgufWeights]]
 ) -> None:
     """Alone or in a batch, whole or in chunks, on one thread or on three: equal logits and equal KV."""
-    together = Bench(models["gqa"], amx=amx, int8=int8, n_threads=3)
+    together = Bench(models["gqa"], variant=variant, int8=int8, n_threads=3)
     last: dict[str, NDArray[np.float32]] = {}
     for chunks in ragged_steps(together.description.vocab_size):
         for chunk, row in zip(chunks, together.step(chunks), strict=True):
             last[chunk.sequence.run_id] = row
-    alone = Bench(models["gqa"], amx=amx, int8=int8)
+    alone = Bench(models["gqa"], variant=variant, int8=int8)
     ends = {"0": 300, "1": 18, "2": 129, "3": 4, "4": 40}
     everyone = {c.sequence.run_id: c.sequence for s in ragged_steps(alone.description.vocab_size) for c in s}
     for run_id, end in ends.items():
@@ -197,9 +191,9 @@ def test_a_sequence_does_not_depend_on_its_company_bit_for_bit(
 
 
 def test_the_best_is_the_first_of_the_largest(
-    amx: bool, models: dict[str, tuple[ModelDescription, GgufWeights]]
+    variant: Variant, models: dict[str, tuple[ModelDescription, GgufWeights]]
 ) -> None:
-    bench = Bench(models["wide heads"], amx=amx, n_threads=2)
+    bench = Bench(models["wide heads"], variant=variant, n_threads=2)
     chunks = [Chunk(s, 0, s.n_tokens) for s in sequences([5, 30, 64], bench.description.vocab_size)]
     rows = bench.step(chunks)
     best = bench.compute(chunks, only_best=True)
@@ -208,9 +202,9 @@ def test_the_best_is_the_first_of_the_largest(
 
 
 def test_rows_without_logits_and_rows_that_are_not_finite(
-    amx: bool, models: dict[str, tuple[ModelDescription, GgufWeights]]
+    variant: Variant, models: dict[str, tuple[ModelDescription, GgufWeights]]
 ) -> None:
-    bench = Bench(models["gqa"], amx=amx)
+    bench = Bench(models["gqa"], variant=variant)
     one, two, three = sequences([20, 9, 3], 200)
     embedding = bench.kernels.step._embedding
     assert embedding is not None
@@ -223,8 +217,7 @@ def test_rows_without_logits_and_rows_that_are_not_finite(
     assert clean.best_ids[0] == logits.best_ids[1]
 
 
-def test_shapes_that_it_was_not_written_for_are_refused(tmp_path: Path) -> None:
-    has_amx()
+def test_shapes_that_it_was_not_written_for_are_refused(tmp_path: Path, variant: Variant) -> None:
     path = write_gguf(tmp_path / "odd.F32.gguf", random_weights(TinyConfig()), TinyConfig())
     with pytest.raises(NotImplementedHere, match="head_dim is 16"):
         KernelStep.load(
@@ -235,4 +228,5 @@ def test_shapes_that_it_was_not_written_for_are_refused(tmp_path: Path) -> None:
             max_sequences=4,
             n_threads=1,
             int8=False,
+            variant=variant,
         )
