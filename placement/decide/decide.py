@@ -13,9 +13,10 @@ import numpy as np
 
 from mesh.errors import UnknownNode
 from placement.decide.filters import filter_nodes
-from placement.decide.refuse import group_refused, refusal
+from placement.decide.refuse import group_refused, refusal, shipment_refusal
 from placement.decide.scores import node_times
 from placement.decide.settings import DEFAULTS, DecideSettings
+from placement.decide.ship_words import in_words, weigh
 from placement.decide.types import Candidate, IntArray, PlacementRequest, Plan, PlanShape, Refusal, Snapshot
 from placement.decide.ways import find_ways, rank
 from placement.policy.rules import DataKind, Policy
@@ -42,11 +43,15 @@ def decide(
     free = filtered.run == 0
     ways = find_ways(snapshot, request, run=free, wished=filtered.wished, kv_allowed=filtered.kv_allowed)
     times = node_times(snapshot, request, policy.prices, filtered.age_s, settings)
-    candidates = rank(ways, snapshot, times, request, settings, _tie_rank(snapshot, rng))
+    loss = policy.kv_max_loss_ratio
+    candidates = rank(ways, snapshot, times, request, settings, _tie_rank(snapshot, rng), max_loss_ratio=loss)
     if not candidates:
+        if all(map(len, ways.split)) and (request.wish.codec or request.wish.shipment is not None):
+            return shipment_refusal(snapshot, times, request, policy, filtered)
         return refusal(snapshot, request, policy, filtered)
     choice = _pick(candidates, rng, settings)
     ranked = (choice, *(c for c in candidates if c is not choice))
+    shipping = weigh(snapshot, times, request, ranked, max_loss_ratio=loss, settings=settings)
     return Plan(
         choice=choice,
         fallbacks=_fallbacks(ranked, settings) if policy.fallback else (),
@@ -55,6 +60,8 @@ def decide(
         rule=_rule(choice, request, policy, entry_site),
         policy_version=policy.version,
         codec=settings.codec,
+        shipping=shipping,
+        why=in_words(choice, shipping),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from placement.decide.filters import PASSING, Filtered, reasons
+from placement.decide.scores import NodeTimes
 from placement.decide.types import BoolArray, IntArray, PlacementRequest, Reason, Refusal, Refused, Snapshot, Wish
 from placement.decide.ways import find_ways
 from placement.policy.rules import DataKind, Policy
@@ -80,6 +81,29 @@ def refusal(snapshot: Snapshot, request: PlacementRequest, policy: Policy, filte
     )
 
 
+def shipment_refusal(
+    snapshot: Snapshot, times: NodeTimes, request: PlacementRequest, policy: Policy, filtered: Filtered
+) -> Refusal:
+    """Nodes are free for a split, but none may or can ship KV in the way that was wished for."""
+    codec, known = request.wish.codec, times.codecs.names
+    lossy = codec in known and not times.codecs.loss_ratio[known.index(codec)] <= policy.kv_max_loss_ratio
+    if codec and codec not in known:
+        why = f"no node has the codec {codec[:64]!r}"
+    elif lossy:
+        loss_ratio = times.codecs.loss_ratio[known.index(codec)]
+        why = f"{codec} loses {loss_ratio:.2%}, policy accepts {policy.kv_max_loss_ratio:.2%}"
+    else:
+        why = "no pair of nodes could do it so, or it would not help"
+    return Refusal(
+        permanent=True,
+        denied=lossy,
+        rule="kv_max_loss_ratio" if lossy else ", ".join(r.name for r in policy.rules_of(request.label, DataKind.KV)),
+        missing=(),
+        refused=group_refused(snapshot, request, filtered),
+        message=f"the placement wish ({_wish_words(request.wish)}) cannot be met: {why}",
+    )
+
+
 def _parts(snapshot: Snapshot, request: PlacementRequest, filtered: Filtered, run: BoolArray) -> BoolArray:
     ways = find_ways(snapshot, request, run=run, wished=filtered.wished, kv_allowed=filtered.kv_allowed)
     return ways.nodes(snapshot.n_nodes)
@@ -99,7 +123,9 @@ def _why(snapshot: Snapshot, run: IntArray, node_id: str) -> str:
 def _wish_words(wish: Wish) -> str:
     tier = wish.tier.value if wish.tier is not None else ""
     shape = wish.shape.name.lower() if wish.shape is not None else ""
-    parts = (("shape", shape), ("tier", tier), ("site", wish.site), ("node", wish.node_id))
+    shipment = wish.shipment.name.lower() if wish.shipment is not None else ""
+    kv = (("codec", wish.codec[:64]), ("shipment", shipment))
+    parts = (("shape", shape), ("tier", tier), ("site", wish.site), ("node", wish.node_id), *kv)
     return ", ".join(f"{name} {value}" for name, value in parts if value)
 
 

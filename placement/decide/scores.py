@@ -5,7 +5,7 @@ time to the last token, plus the policy's price for each second of engine time, 
 costs. The planner minimises it; it is not bounded and not a probability.
 
     single    rtt + wait + prefill + decode
-    split     wait + max(prefill, KV transfer) + last chunk + round trips, then decode at the target
+    split     placement.decide.ship says when KV is at the target, then decode there
     offload   prefill and decode at the source while KV moves, a pause, then decode at the target
 """
 
@@ -17,20 +17,20 @@ import numpy as np
 
 from placement.decide.filters import kv_pool_full
 from placement.decide.settings import DecideSettings
-from placement.decide.types import BoolArray, FloatArray, IntArray, PlacementRequest, Snapshot
+from placement.decide.types import BoolArray, CodecTable, FloatArray, IntArray, PlacementRequest, Snapshot
 from placement.policy.rules import Prices
-
-# Encoded bytes for a byte of f16: q8_0 has 34 bytes for each 32 values.
-CODEC_RATIO = {"f16": 1.0, "q8_0": 34 / 64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Predicted:
-    """Predictions of one shape over nodes or pairs; arrays of one shape, seconds."""
+    """Predictions of one shape over nodes or pairs; arrays of one shape, seconds. Where KV moves: in codec number
+    `codec` of the table, and the target computes `own_tokens` itself."""
 
     ttft_s: FloatArray
     total_s: FloatArray
     cost_s: FloatArray
+    codec: IntArray | None = None
+    own_tokens: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,10 +40,20 @@ class NodeTimes:
     rtt_s: FloatArray  # entry to node
     goodput_bytes_per_s: FloatArray  # entry to node
     wait_s: FloatArray  # until the request gets its turn
+    cached_tokens: FloatArray  # of this prompt, at most all but one
+    prefill_token_s: FloatArray  # prefill of a token at position 0
+    prefill_growth_s: FloatArray  # and more for each position before it
     prefill_s: FloatArray  # of this prompt, without what is cached
     token_s: FloatArray  # one decode step of this request
     prefill_price: FloatArray
     decode_price: FloatArray
+    codecs: CodecTable
+
+
+def prefill_between(token_s: FloatArray, growth_s: FloatArray, start: FloatArray, stop: FloatArray) -> FloatArray:
+    """Seconds to prefill positions [start, stop); 0 where that is empty. Attention looks at all tokens before."""
+    stop = np.maximum(start, stop)
+    return token_s * (stop - start) + growth_s * (stop**2 - start**2) / 2
 
 
 def node_times(
@@ -55,7 +65,13 @@ def node_times(
     decode_speed = _measured(snapshot.decode_tokens_per_s, settings.decode_tokens_per_s)
     rtt_s = np.where(own, 0.0, np.where(np.isfinite(snapshot.rtt_s), snapshot.rtt_s, settings.rtt_s))
     goodput = _measured(snapshot.goodput_bytes_per_s, settings.goodput_bytes_per_s)
-    to_prefill = np.maximum(request.prompt_tokens - snapshot.cached_tokens, 1)
+    cached = np.clip(snapshot.cached_tokens, 0, request.prompt_tokens - 1).astype(np.float64)
+    prefill_token_s, prefill_growth_s = 1.0 / prefill_speed, np.zeros(snapshot.n_nodes)
+    if snapshot.prefill_curve_s is not None:
+        known = snapshot.prefill_curve_s[:, 0] > 0
+        prefill_token_s = np.where(known, snapshot.prefill_curve_s[:, 0], prefill_token_s)
+        prefill_growth_s = np.where(known, snapshot.prefill_curve_s[:, 1], 0.0)
+    whole = np.full(snapshot.n_nodes, float(request.prompt_tokens))
     busy = (age_s > settings.busy_after_s) | kv_pool_full(snapshot, request)
     token_s = (1.0 + settings.batch_cost_ratio * snapshot.running) / decode_speed
     # Requests that wait for a slot each want about as long as this one; they leave as many slots as run now.
@@ -66,10 +82,14 @@ def node_times(
         rtt_s=rtt_s,
         goodput_bytes_per_s=np.where(own, np.inf, goodput),
         wait_s=wait_s,
-        prefill_s=to_prefill / prefill_speed,
+        cached_tokens=cached,
+        prefill_token_s=prefill_token_s,
+        prefill_growth_s=prefill_growth_s,
+        prefill_s=prefill_between(prefill_token_s, prefill_growth_s, cached, whole),
         token_s=token_s,
         prefill_price=np.where(edge, prices.edge_prefill_per_s, prices.core_prefill_per_s),
         decode_price=np.where(edge, prices.edge_decode_per_s, prices.core_decode_per_s),
+        codecs=snapshot.codecs or CodecTable.plain(snapshot.n_nodes),
     )
 
 
@@ -79,30 +99,7 @@ def score_single(times: NodeTimes, request: PlacementRequest, settings: DecideSe
     decode_s = request.expected_tokens * times.token_s
     total_s = ttft_s + decode_s - times.token_s
     price = times.prefill_price * times.prefill_s + times.decode_price * decode_s
-    return _with_cost(ttft_s, total_s, price, request, settings)
-
-
-def score_split(
-    snapshot: Snapshot,
-    times: NodeTimes,
-    request: PlacementRequest,
-    prefill: IntArray,
-    decode: IntArray,
-    settings: DecideSettings,
-) -> Predicted:
-    """Prefill at rows `prefill`, KV in chunks to rows `decode`; arrays [len(prefill), len(decode)].
-
-    A chunk travels while the next is computed, so that only the slower of the two counts, and the last chunk."""
-    p, d = prefill[:, None], decode[None, :]
-    tokens = max(request.prompt_tokens - 1, 0)
-    token_s, trips_s = _kv_link(snapshot, times, p, d, settings)
-    last_chunk_s = min(tokens, settings.chunk_tokens) * token_s
-    kv_there_s = times.wait_s[p] + np.maximum(times.prefill_s[p], tokens * token_s) + last_chunk_s + trips_s
-    ttft_s = times.rtt_s[d] + np.maximum(kv_there_s, times.wait_s[d]) + times.token_s[d]
-    decode_s = request.expected_tokens * times.token_s[d]
-    total_s = ttft_s + decode_s - times.token_s[d]
-    price = times.prefill_price[p] * times.prefill_s[p] + times.decode_price[d] * decode_s
-    return _with_cost(ttft_s, total_s, price, request, settings)
+    return with_cost(ttft_s, total_s, price, request, settings)
 
 
 def score_offload(
@@ -131,7 +128,7 @@ def score_offload(
         + times.decode_price[t] * at_target * times.token_s[t]
     )
     total_s = np.where(at_target > 0, total_s, np.inf)  # it would be over before it had moved
-    return _with_cost(np.broadcast_to(ttft_s, total_s.shape), total_s, price, request, settings)
+    return with_cost(np.broadcast_to(ttft_s, total_s.shape), total_s, price, request, settings)
 
 
 def _measured(values: FloatArray, default: float) -> FloatArray:
@@ -146,15 +143,23 @@ def _kv_link(
     target: IntArray,
     settings: DecideSettings,
 ) -> tuple[FloatArray, FloatArray]:
-    """Seconds to ship KV of one token, and seconds of a transfer's round trips, between each pair of rows."""
+    """Seconds to ship KV of one token in f16, and seconds of a transfer's round trips, between each pair of rows."""
+    goodput, trips_s = link_between(times, source, target, settings)
+    return snapshot.kv_bytes_per_token[source] / goodput, trips_s
+
+
+def link_between(
+    times: NodeTimes, source: IntArray, target: IntArray, settings: DecideSettings
+) -> tuple[FloatArray, FloatArray]:
+    """Goodput in bytes/s, and seconds of a transfer's round trips, between each pair of rows."""
     goodput = np.minimum(times.goodput_bytes_per_s[source], times.goodput_bytes_per_s[target])
-    trips_s = settings.transfer_round_trips * (times.rtt_s[source] + times.rtt_s[target])
-    return snapshot.kv_bytes_per_token[source] * CODEC_RATIO[settings.codec] / goodput, trips_s
+    return goodput, settings.transfer_round_trips * (times.rtt_s[source] + times.rtt_s[target])
 
 
-def _with_cost(
+def with_cost(
     ttft_s: FloatArray, total_s: FloatArray, price: FloatArray, request: PlacementRequest, settings: DecideSettings
 ) -> Predicted:
+    """Predictions with what is minimised: total time, price, and what missed wishes cost."""
     late_s = np.zeros_like(total_s)
     if request.ttft_s is not None:
         late_s = late_s + np.maximum(ttft_s - request.ttft_s, 0.0)

@@ -42,6 +42,9 @@ class DecideSettings:
     transfer_round_trips: float = 2.0
     """Round trips of a KV transfer before its first byte (open, offer) and after its last (commit)."""
 
+    least_own_tokens: int = 16
+    """A receiver that would compute less than this itself, while the rest comes, computes nothing."""
+
     batch_cost_ratio: float = 0.1
     """How much each running sequence slows the decoding of one more."""
 
@@ -58,7 +61,7 @@ class DecideSettings:
     """At most this many candidates of each shape are ranked and told of."""
 
     codec: str = "f16"
-    """Codec of KV that moves; f16 loses nothing between engines that hold f16."""
+    """Codec of KV that an operator moves; f16 loses nothing between engines that hold f16."""
 
     fallbacks: int = 4
     """At most this many fallbacks."""

@@ -44,6 +44,35 @@ class Reason(IntFlag):
     EXCLUDED = 512  # tried before in this request and failed
 
 
+class Shipment(Enum):
+    """What the receiver does while KV is on its way; the numbers are those of the wire."""
+
+    SHIP = 1  # nothing: all of it comes
+    BOTH = 2  # it prefills the head while the tail comes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CodecTable:
+    """Ways to write KV that some node declares, those that lose least first. A declaration that a node did not make
+    is as good as none: it is not used there.
+
+    `bytes_ratio` [n_codecs]: encoded bytes for a byte of f16. `loss_ratio` [n_codecs]: measured rise of perplexity,
+    0.01 is 1 %. `encode_s`, `decode_s` [n_nodes, n_codecs]: seconds per token; infinite where the node lacks it.
+    """
+
+    names: tuple[str, ...]
+    bytes_ratio: FloatArray
+    loss_ratio: FloatArray
+    encode_s: FloatArray
+    decode_s: FloatArray
+
+    @classmethod
+    def plain(cls, n_nodes: int) -> CodecTable:
+        """f16 everywhere, at no cost: what nodes can do that declare nothing."""
+        none = np.zeros((n_nodes, 1))
+        return cls(names=("f16",), bytes_ratio=np.ones(1), loss_ratio=np.zeros(1), encode_s=none, decode_s=none)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
     """All nodes at one moment as seen from one entry. Row i of every array is node i; rows sorted by node id.
@@ -76,6 +105,8 @@ class Snapshot:
     rtt_s: FloatArray
     goodput_bytes_per_s: FloatArray
     cached_tokens: IntArray  # prefix hit of this request where known, else 0
+    codecs: CodecTable | None = None  # None: CodecTable.plain
+    prefill_curve_s: FloatArray | None = None  # [n_nodes, 2]: of a token, and more for each before it; 0: not measured
     made_s: float = math.nan  # the time, on the clock of `now_s`, at which `age_s` was true; NaN: now
 
     @property
@@ -95,6 +126,8 @@ class Wish:
     node_id: str = ""
     site: str = ""
     tier: Tier | None = None
+    codec: str = ""  # of a split; must be one that policy allows
+    shipment: Shipment | None = None  # of a split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +157,8 @@ class Leg:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One scored way. Seconds; `cost_s` includes price and is what is minimised."""
+    """One scored way. Seconds; `cost_s` includes price and is what is minimised. Where KV moves, it moves in `codec`,
+    and the receiver computes positions [0, own_tokens) itself while the rest comes."""
 
     shape: PlanShape
     prefill: Place
@@ -132,6 +166,19 @@ class Candidate:
     cost_s: float
     ttft_s: float
     total_s: float
+    codec: str = ""
+    own_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShipOption:
+    """One way to get a prompt's KV to where it is decoded: in `codec`, or computed there if it is empty. `refused`
+    says why it was not considered; then `ttft_s` may be infinite."""
+
+    codec: str
+    own_tokens: int
+    ttft_s: float
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +193,8 @@ class Refused:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What to do: `choice`, then `fallbacks` in order, all filtered by the same policy. `rule` is the policy's
-    rule that allowed the choice. `codec` of KV if it moves."""
+    rule that allowed the choice. `codec` of KV that an operator moves later. `shipping`: what was weighed between the
+    best pair of nodes, `why` the same in words; empty where no KV could move."""
 
     choice: Candidate
     fallbacks: tuple[Candidate, ...]
@@ -155,6 +203,8 @@ class Plan:
     rule: str
     policy_version: int
     codec: str = "f16"
+    shipping: tuple[ShipOption, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

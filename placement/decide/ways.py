@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from placement.decide.scores import NodeTimes, Predicted, score_offload, score_single, score_split
+from placement.decide.scores import NodeTimes, Predicted, score_offload, score_single
 from placement.decide.settings import DecideSettings
+from placement.decide.ship import score_split
 from placement.decide.types import BoolArray, Candidate, IntArray, PlacementRequest, PlanShape, Snapshot
 
 
@@ -61,22 +63,26 @@ def rank(
     request: PlacementRequest,
     settings: DecideSettings,
     tie_rank: IntArray,
+    *,
+    max_loss_ratio: float,
 ) -> list[Candidate]:
-    """Scored candidates, best first; the best few of each shape. `tie_rank` [n_nodes] orders equals."""
+    """Scored candidates, best first; the best few of each shape. `tie_rank` [n_nodes] orders equals,
+    `max_loss_ratio` is what a codec may lose."""
     single = score_single(times, request, settings)
     found = [
         *_best_singles(PlanShape.LOCAL, ways.local, single, snapshot, settings, tie_rank),
         *_best_singles(PlanShape.CORE, ways.core, single, snapshot, settings, tie_rank),
     ]
     for shape, (first, then), score in (
-        (PlanShape.SPLIT, ways.split, score_split),
+        (PlanShape.SPLIT, ways.split, partial(score_split, max_loss_ratio=max_loss_ratio)),
         (PlanShape.OFFLOAD, ways.offload, score_offload),
     ):
         if len(first) and len(then):
             soonest = np.lexsort((tie_rank[first], times.wait_s[first] + times.prefill_s[first]))
             first = first[soonest[: settings.prefill_nodes]]
             predicted = score(snapshot, times, request, first, then, settings)
-            found.extend(_best_pairs(shape, first, then, predicted, snapshot, settings, tie_rank))
+            names = times.codecs.names
+            found.extend(_best_pairs(shape, first, then, predicted, snapshot, settings, tie_rank, names))
     order = {place.node_id: int(r) for place, r in zip(snapshot.places, tie_rank, strict=True)}
     found.sort(key=lambda c: (c.cost_s, c.shape.value, order[c.decode.node_id], order[c.prefill.node_id]))
     return found
@@ -103,13 +109,18 @@ def _best_pairs(
     snapshot: Snapshot,
     settings: DecideSettings,
     tie_rank: IntArray,
+    codecs: tuple[str, ...],
 ) -> Iterator[Candidate]:
     at_first, at_then = (a.ravel() for a in np.indices(predicted.cost_s.shape))
     keys = (tie_rank[first][at_first], tie_rank[then][at_then], predicted.cost_s.ravel())
     for k in np.lexsort(keys)[: settings.candidates_per_shape]:
         i, j = at_first[k], at_then[k]
         if np.isfinite(predicted.cost_s[i, j]):
-            yield _candidate(shape, snapshot, int(first[i]), int(then[j]), predicted, (i, j))
+            found = _candidate(shape, snapshot, int(first[i]), int(then[j]), predicted, (i, j))
+            if predicted.codec is not None and predicted.own_tokens is not None:
+                codec = codecs[int(predicted.codec[i, j])]
+                found = replace(found, codec=codec, own_tokens=int(predicted.own_tokens[i, j]))
+            yield found
 
 
 def _candidate(

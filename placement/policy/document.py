@@ -93,6 +93,14 @@ class PolicyDocument(_Part):
         default="allowed", description="`none`: if the first choice fails, the request fails."
     )
     price: PriceTable = PriceTable()
+    kv_max_loss_ratio: float = Field(
+        default=0.01,
+        ge=0.0,
+        le=1.0,
+        allow_inf_nan=False,
+        description="How much a codec of moving KV may raise the continuation's perplexity, as measured on the model; "
+        "0.01 is 1 %, 0 allows only what loses nothing.",
+    )
 
 
 def json_schema() -> dict[str, Any]:

@@ -103,6 +103,7 @@ def _compile(written: PolicyDocument, document: Document, version: int) -> Polic
         priority=written.priority,
         fallback=written.fallback == "allowed",
         prices=Prices(**written.price.model_dump()),
+        kv_max_loss_ratio=written.kv_max_loss_ratio,
     )
 
 

@@ -106,6 +106,7 @@ class Policy:
     priority: int
     fallback: bool
     prices: Prices
+    kv_max_loss_ratio: float = 0.01  # rise of perplexity that a codec of moving KV may cost
 
     def check_label(self, label: str) -> str:
         """The label. Raises InvalidRequest if the policy does not know it."""

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from mesh.identity.place import Tier
 from placement.decide.decide import decide
 from placement.decide.explain import explain_nodes
-from placement.decide.types import PlacementRequest, Plan, PlanShape, Snapshot, Wish
+from placement.decide.types import PlacementRequest, Plan, PlanShape, Shipment, Snapshot, Wish
 from placement.policy.model import DataKind, Policy, parse_policy
-from tests.placement.decide.meshes import Node, request, snapshot
+from tests.placement.decide.meshes import CODECS, Node, request, snapshot
 
 SITES = ("a", "b", "c")
 LABELS = ("public", "internal", "restricted")
@@ -43,6 +43,8 @@ def nodes(draw: st.DrawFn) -> list[Node]:
                 rtt_s=draw(st.sampled_from([float("nan"), 0.001, 0.2])),
                 goodput_bytes_per_s=draw(st.sampled_from([float("nan"), 1e6, 1e9])),
                 cached_tokens=draw(st.sampled_from([0, 64])),
+                prefill_curve_s=draw(st.sampled_from([(0.0, 0.0), (0.002, 0.0), (0.002, 1e-6)])),
+                codecs=draw(st.sampled_from([("f16",), ("f16", "small"), ("q8_0", "small", "tiny"), ()])),
             )
         )
     return found
@@ -71,6 +73,7 @@ def policies(draw: st.DrawFn) -> Policy:
         "rules": rules,
         "kv_rules": kv_rules,
         "fallback": draw(st.sampled_from(["allowed", "allowed", "none"])),
+        "kv_max_loss_ratio": draw(st.sampled_from([0.0, 0.01, 0.05])),
         "price": {"core_decode_per_s": draw(st.sampled_from([0.0, 5.0]))},
     }
     return parse_policy(json.dumps(document), version=2)
@@ -85,6 +88,8 @@ def requests(draw: st.DrawFn) -> PlacementRequest:
             shape=draw(st.none() | st.sampled_from(PlanShape)),
             site=draw(st.sampled_from(["", "", "a", "z"])),
             tier=draw(st.none() | st.none() | st.sampled_from(Tier)),
+            codec=draw(st.sampled_from(["", "", "", "small", "tiny", "none"])),
+            shipment=draw(st.none() | st.none() | st.sampled_from(Shipment)),
         ),
         exclude=draw(st.lists(st.sampled_from(["n0", "n1"]), max_size=1)),
         ttft_s=draw(st.none() | st.just(0.5)),
@@ -130,8 +135,18 @@ def test_every_way_of_a_plan_obeys_policy_filters_and_wish(
             assert place.node_id not in req.exclude
             assert verdicts[place.node_id] == ()
         if way.prefill != way.decode:
+            assert way.shape in (PlanShape.SPLIT, PlanShape.OFFLOAD)
             assert policy.allows(req.label, way.decode, entry_site=site, kind=DataKind.KV)
             assert {way.prefill.tier, way.decode.tier} == {Tier.CORE, Tier.EDGE}
+        if way.shape is PlanShape.SPLIT:
+            assert all(way.codec in facts[place.node_id].codecs for place in (way.prefill, way.decode))
+            assert CODECS[way.codec][1] <= policy.kv_max_loss_ratio
+            assert req.wish.codec in ("", way.codec)
+            assert 0 <= way.own_tokens < req.prompt_tokens
+            assert way.own_tokens % 16 == 0
+            assert req.wish.shipment in (None, Shipment.BOTH if way.own_tokens else Shipment.SHIP)
+        else:
+            assert (way.codec, way.own_tokens) == ("", 0)
         assert req.wish.shape in (None, way.shape)
         assert req.wish.site in ("", way.decode.site)
         assert req.wish.tier in (None, way.decode.tier)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mesh.identity.place import Place, Role, Tier
-from placement.decide.types import PlacementRequest, Snapshot, Wish
+from placement.decide.types import CodecTable, PlacementRequest, Snapshot, Wish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,8 @@ class Node:
     rtt_s: float = 0.02
     goodput_bytes_per_s: float = 1e8
     cached_tokens: int = 0
+    prefill_curve_s: tuple[float, float] = (0.0, 0.0)
+    codecs: tuple[str, ...] = ("f16",)
 
     @property
     def place(self) -> Place:
@@ -53,6 +55,25 @@ def core(node_id: str = "core-1", **facts: object) -> Node:
 def edge(site: str, **facts: object) -> Node:
     """A slow edge node, named after its site."""
     return Node(**{"node_id": f"edge-{site}", "site": site, **facts})  # type: ignore[arg-type]
+
+
+CODECS = {
+    "f16": (1.0, 0.0, math.inf),
+    "q8_0": (0.53, 0.001, 1e5),
+    "small": (0.05, 0.008, 4e3),
+    "tiny": (0.02, 0.03, 4e3),
+}
+"""Name: bytes and loss ratios, and tokens/s of encoding and decoding, in the order of their loss."""
+
+
+def codec_table(nodes: Sequence[Node]) -> CodecTable:
+    """What the nodes say they have."""
+    seconds = np.array([[1 / c[2] if name in n.codecs else math.inf for name, c in CODECS.items()] for n in nodes])
+    seconds = seconds.reshape(len(nodes), len(CODECS))
+    ratios, losses = (np.array([c[i] for c in CODECS.values()]) for i in (0, 1))
+    return CodecTable(
+        names=tuple(CODECS), bytes_ratio=ratios, loss_ratio=losses, encode_s=seconds, decode_s=seconds.copy()
+    )
 
 
 def snapshot(nodes: Sequence[Node], entry: str = "", made_s: float = math.nan) -> Snapshot:
@@ -93,6 +114,8 @@ def snapshot(nodes: Sequence[Node], entry: str = "", made_s: float = math.nan) -
         rtt_s=floats("rtt_s"),
         goodput_bytes_per_s=floats("goodput_bytes_per_s"),
         cached_tokens=ints("cached_tokens"),
+        codecs=codec_table(nodes),
+        prefill_curve_s=floats("prefill_curve_s").reshape(len(nodes), 2),
         made_s=made_s,
     )
 

@@ -81,7 +81,9 @@ def test_a_prediction_is_the_sum_that_the_module_states() -> None:
     assert local.total_s == pytest.approx(5 / 500 + 11 / 50)
     split = next(c for c in plan(MESH, request(4000), DEAR_CORE).candidates if c.shape is PlanShape.SPLIT)
     token_s = 23_040 / 1e8
-    assert split.ttft_s == pytest.approx(max(4000 / 5000, 3999 * token_s) + 256 * token_s + 2 * 0.02 + 1 / 50)
+    assert split.ttft_s == pytest.approx(
+        max(3999 / 5000 + 256 * token_s, 256 / 5000 + 3999 * token_s) + 2 * 0.02 + 1 / 50
+    )
 
 
 def test_an_edge_pairs_only_with_itself_and_the_placement_service_with_any_site() -> None:
