@@ -67,10 +67,10 @@ def node_times(
     goodput = _measured(snapshot.goodput_bytes_per_s, settings.goodput_bytes_per_s)
     cached = np.clip(snapshot.cached_tokens, 0, request.prompt_tokens - 1).astype(np.float64)
     prefill_token_s, prefill_growth_s = 1.0 / prefill_speed, np.zeros(snapshot.n_nodes)
-    if snapshot.prefill_curve_s is not None:
-        known = snapshot.prefill_curve_s[:, 0] > 0
-        prefill_token_s = np.where(known, snapshot.prefill_curve_s[:, 0], prefill_token_s)
-        prefill_growth_s = np.where(known, snapshot.prefill_curve_s[:, 1], 0.0)
+    if snapshot.prefill_token_s is not None and snapshot.prefill_growth_s is not None:
+        known = snapshot.prefill_token_s > 0
+        prefill_token_s = np.where(known, snapshot.prefill_token_s, prefill_token_s)
+        prefill_growth_s = np.where(known, snapshot.prefill_growth_s, 0.0)
     whole = np.full(snapshot.n_nodes, float(request.prompt_tokens))
     busy = (age_s > settings.busy_after_s) | kv_pool_full(snapshot, request)
     token_s = (1.0 + settings.batch_cost_ratio * snapshot.running) / decode_speed

@@ -106,7 +106,8 @@ class Snapshot:
     goodput_bytes_per_s: FloatArray
     cached_tokens: IntArray  # prefix hit of this request where known, else 0
     codecs: CodecTable | None = None  # None: CodecTable.plain
-    prefill_curve_s: FloatArray | None = None  # [n_nodes, 2]: of a token, and more for each before it; 0: not measured
+    prefill_token_s: FloatArray | None = None  # of a token at position 0; 0: not measured, the speed counts
+    prefill_growth_s: FloatArray | None = None  # and more for each position before it
     made_s: float = math.nan  # the time, on the clock of `now_s`, at which `age_s` was true; NaN: now
 
     @property

@@ -43,7 +43,8 @@ def nodes(draw: st.DrawFn) -> list[Node]:
                 rtt_s=draw(st.sampled_from([float("nan"), 0.001, 0.2])),
                 goodput_bytes_per_s=draw(st.sampled_from([float("nan"), 1e6, 1e9])),
                 cached_tokens=draw(st.sampled_from([0, 64])),
-                prefill_curve_s=draw(st.sampled_from([(0.0, 0.0), (0.002, 0.0), (0.002, 1e-6)])),
+                prefill_token_s=draw(st.sampled_from([0.0, 0.002])),
+                prefill_growth_s=draw(st.sampled_from([0.0, 1e-6])),
                 codecs=draw(st.sampled_from([("f16",), ("f16", "small"), ("q8_0", "small", "tiny"), ()])),
             )
         )

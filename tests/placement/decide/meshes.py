@@ -36,7 +36,8 @@ class Node:
     rtt_s: float = 0.02
     goodput_bytes_per_s: float = 1e8
     cached_tokens: int = 0
-    prefill_curve_s: tuple[float, float] = (0.0, 0.0)
+    prefill_token_s: float = 0.0
+    prefill_growth_s: float = 0.0
     codecs: tuple[str, ...] = ("f16",)
 
     @property
@@ -115,7 +116,8 @@ def snapshot(nodes: Sequence[Node], entry: str = "", made_s: float = math.nan) -
         goodput_bytes_per_s=floats("goodput_bytes_per_s"),
         cached_tokens=ints("cached_tokens"),
         codecs=codec_table(nodes),
-        prefill_curve_s=floats("prefill_curve_s").reshape(len(nodes), 2),
+        prefill_token_s=floats("prefill_token_s"),
+        prefill_growth_s=floats("prefill_growth_s"),
         made_s=made_s,
     )
 

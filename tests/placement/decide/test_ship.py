@@ -142,7 +142,14 @@ def test_no_other_meeting_point_is_much_better(
     cached, own_cached = min(cached, prompt - 1), min(own_cached, prompt - 1)
     nodes = [
         core(rtt_s=rtt_s, goodput_bytes_per_s=mbit * 1e6 / 8, cached_tokens=cached, codecs=ALL),
-        edge("a", prefill_curve_s=curve, cached_tokens=own_cached, waiting_prefill_tokens=waiting, codecs=ALL),
+        edge(
+            "a",
+            prefill_token_s=curve[0],
+            prefill_growth_s=curve[1],
+            cached_tokens=own_cached,
+            waiting_prefill_tokens=waiting,
+            codecs=ALL,
+        ),
     ]
     snap, req = snapshot(nodes, entry="edge-a"), request(prompt)
     times = node_times(snap, req, Prices(), np.zeros(2), DEFAULTS)
