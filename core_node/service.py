@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 
 from core_node.engine.engine import CoreEngine
 from core_node.engine.settings import CoreEngineSettings
+from core_node.load_view import LoadView
 from mesh.http.status_app import status_app
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
@@ -65,9 +66,10 @@ async def serve(settings: CoreSettings) -> None:
         await policies.start()
         stack.push_async_callback(policies.close)
 
-        engine = CoreEngine(_engine_settings(settings))
-        stack.push_async_callback(engine.close)
-        await engine.start()
+        with LoadView(settings.model.id) as view:
+            engine = CoreEngine(_engine_settings(settings), view.show)
+            stack.push_async_callback(engine.close)
+            await engine.start()
         speeds = await engine.self_test()
 
         guard = BookGuard(lambda: policies.book)

@@ -148,7 +148,7 @@ class CoreEngine(Group):
     dtype: Annotated[str, Field(pattern=r"^(bf16|f32|int8)$")] = "bf16"
     """Precision of weights and arithmetic: bf16, f32, or int8 (weights only)."""
     n_threads: AutoCount = 0
-    """Compute threads; 0: one per core. Processes on one machine need counts that add up to its cores."""
+    """Compute threads; 0: as many as the CPUs this process may use. Counts of one machine must add up to its cores."""
     kv_pool_tokens: AutoCount = 0
     """Size of the KV pool; 0: the engine chooses."""
     max_context_tokens: AutoCount = 0
@@ -165,7 +165,7 @@ class EdgeEngine(Group):
     """llama.cpp in a child process; fields as in edge_node.engine.settings."""
 
     n_threads: AutoCount = 0
-    """Compute threads; 0: one per core. Processes on one machine need counts that add up to its cores."""
+    """Compute threads; 0: as many as the CPUs this process may use. Counts of one machine must add up to its cores."""
     n_ctx_tokens: Count = 4096
     """KV cells, shared by all runs, holds and kept prefixes."""
     max_context_tokens: AutoCount = 0

@@ -12,6 +12,7 @@ from core_node.engine.core import EngineCore
 from core_node.engine.loading import load_engine
 from core_node.engine.settings import CoreEngineSettings
 from core_node.engine.thread import EngineThread
+from core_node.engine.weights import OnLoad
 from mesh.errors import MeshError
 from mesh.kv.slab import KvSlab
 from mesh.node.engine import (
@@ -34,11 +35,12 @@ _SELF_TEST_DECODE_TOKENS = 32
 
 
 class CoreEngine:
-    """Implements mesh.node.engine.Engine. All methods are for the event loop that called `start`."""
+    """Implements mesh.node.engine.Engine. All methods are for the event loop that called `start`.
+    `on_load` is told, on the engine's thread, how many bytes of how many have been read."""
 
-    def __init__(self, settings: CoreEngineSettings) -> None:
+    def __init__(self, settings: CoreEngineSettings, on_load: OnLoad | None = None) -> None:
         self.settings = settings
-        self._thread = EngineThread(partial(load_engine, settings))
+        self._thread = EngineThread(partial(load_engine, settings, on_load))
         self._info: EngineInfo | None = None
 
     @property

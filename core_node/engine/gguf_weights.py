@@ -28,6 +28,9 @@ class GgufWeights:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(reversed(t.shape)) for name, t in self._tensors.items()}
 
+    def size_bytes(self, name: str) -> int:
+        return self._tensors[name].size_bytes
+
     def load(self, name: str) -> torch.Tensor:
         """f32, or f16 if it is stored so. Raises InvalidRequest on a quantisation without a dequantiser."""
         tensor = self._tensors[name]

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Final
 
-import structlog
 import torch
 
 from core_node.engine.kernel_step import KernelStep
 from core_node.engine.llama import LlamaModel
 from core_node.engine.runner import StepModel, TorchStep
 from core_node.engine.settings import CoreEngineSettings
-from core_node.engine.weights import LlamaWeights, WeightSource, load_weights
+from core_node.engine.weights import LlamaWeights, WeightSource, load_weights, n_parameters
+from core_node.kernels.build import best_variant
 from mesh.errors import InvalidRequest, NotImplementedHere
 from mesh.kv.geometry import KvDtype
 from mesh.model.description import ModelDescription
 
-_log = structlog.get_logger(__name__)
+_ELEMENT_BYTES: Final = {"bf16": 2, "f32": 4, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """What computes the steps, and why that."""
+
+    name: str
+    reason: str
 
 
 def load_model(
@@ -26,38 +35,64 @@ def load_model(
     device: torch.device,
     max_positions: int,
     kv_dtype: KvDtype,
-) -> tuple[StepModel, str]:
-    """The model and what runs it, for people. Raises InvalidRequest if `settings.backend` cannot."""
-    refusal = "the settings say so"
-    if settings.backend != "torch":
+    n_threads: int,
+) -> tuple[StepModel, Backend]:
+    """The model and what runs it. Raises InvalidRequest if `settings.backend` cannot."""
+    refusal = kernels_refusal(settings, kv_dtype, device)
+    if refusal is None:
         try:
-            if settings.dtype == "f32" or kv_dtype is not KvDtype.BF16 or device.type != "cpu":
-                raise NotImplementedHere(
-                    f"the kernels compute bf16 over bf16 KV on the CPU, "
-                    f"this is {settings.dtype} over {kv_dtype.value} on {device.type}"
-                )
             model = KernelStep.load(
                 description,
                 source,
                 max_positions=max_positions,
                 max_rows=settings.max_step_tokens,
                 max_sequences=settings.max_running,
-                n_threads=settings.n_threads or torch.get_num_threads(),
+                n_threads=n_threads,
                 int8=settings.dtype == "int8",
             )
         except NotImplementedHere as exc:
             refusal = str(exc)
-            if settings.backend == "kernels":
-                raise InvalidRequest(f"backend kernels cannot run: {refusal}", field="backend") from exc
         else:
-            _log.info("engine backend", backend=model.name, threads=model.n_threads, dtype=settings.dtype)
-            return model, model.name
-    _log.info("engine backend", backend="torch", because=refusal, dtype=settings.dtype)
+            return model, Backend(name=model.name, reason="this processor has what they need")
+    if settings.backend == "kernels":
+        raise InvalidRequest(f"backend kernels cannot run: {refusal}", field="backend")
     dtype = torch.float32 if settings.dtype == "f32" else torch.bfloat16
     weights = load_weights(description, source, dtype, device)
     if settings.dtype == "int8":
         weights = rounded_to_int8(weights)
-    return TorchStep(LlamaModel(description, weights, max_positions)), "torch"
+    return TorchStep(LlamaModel(description, weights, max_positions)), Backend(name="torch", reason=refusal)
+
+
+def kernels_refusal(settings: CoreEngineSettings, kv_dtype: KvDtype, device: torch.device) -> str | None:
+    """Why the compiled kernels cannot be used, as far as that is known before they are built."""
+    if settings.backend == "torch":
+        return "the settings say so"
+    if settings.dtype == "f32" or kv_dtype is not KvDtype.BF16 or device.type != "cpu":
+        return (
+            f"the kernels compute bf16 over bf16 KV on the CPU, "
+            f"this is {settings.dtype} over {kv_dtype.value} on {device.type}"
+        )
+    try:
+        best_variant()
+    except NotImplementedHere as exc:
+        return str(exc)
+    return None
+
+
+def weights_bytes(settings: CoreEngineSettings, description: ModelDescription, device: torch.device) -> dict[str, int]:
+    """Memory that the weights take in each dtype; int8 only where the kernels hold it, or where it was asked for."""
+    n, table = n_parameters(description), description.vocab_size * description.hidden_size
+    sizes = {"bf16": _ELEMENT_BYTES["bf16"] * n, "f32": _ELEMENT_BYTES["f32"] * n}
+    as_int8 = replace(settings, dtype="int8")
+    if kernels_refusal(as_int8, settings.kv_dtype or KvDtype.BF16, device) is None:
+        # The embedding stays bf16, for look-ups; a tied head is packed beside it.
+        packed = n - table if not description.tied_embeddings else n
+        sizes["int8"] = _ELEMENT_BYTES["int8"] * packed + _ELEMENT_BYTES["bf16"] * table
+        if settings.dtype == "bf16" and description.tied_embeddings:
+            sizes["bf16"] += _ELEMENT_BYTES["bf16"] * table
+    elif settings.dtype == "int8":
+        sizes["int8"] = sizes["bf16"]  # torch rounds to what int8 can hold and keeps bf16
+    return sizes
 
 
 def rounded_to_int8(weights: LlamaWeights) -> LlamaWeights:

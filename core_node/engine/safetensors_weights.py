@@ -6,6 +6,7 @@ order here, which changes no score and gives K in the pool the canonical order.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ _INNER = {
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what config.json says already
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element
 
 
 def canonical_name(hf_name: str) -> str:
@@ -57,6 +58,7 @@ class SafetensorsWeights:
         self._description = description
         self._files: dict[str, tuple[Path, str]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._sizes: dict[str, int] = {}
         for path in sorted(description.path.glob("*.safetensors")):
             self._read_header(path)
         if description.tied_embeddings:  # some checkpoints store the tied matrix twice
@@ -66,6 +68,9 @@ class SafetensorsWeights:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
+
+    def size_bytes(self, name: str) -> int:
+        return self._sizes[name]
 
     def load(self, name: str) -> torch.Tensor:
         """In the stored float type."""
@@ -100,5 +105,6 @@ class SafetensorsWeights:
                         )
                     self._files[name] = (path, hf_name)
                     self._shapes[name] = tuple(part.get_shape())
+                    self._sizes[name] = math.prod(part.get_shape()) * _FLOATS[part.get_dtype()]
         except (SafetensorError, OSError) as exc:
             raise InvalidRequest(f"{path.name}: not a readable safetensors file: {exc}", field="model") from exc

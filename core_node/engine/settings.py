@@ -21,7 +21,7 @@ class CoreEngineSettings:
     arithmetic in bf16), `kv_dtype` that of the KV pool and of what is exported; None: that of the arithmetic.
     `backend`: the compiled "kernels" (CPU; bf16 or int8 over bf16 KV), "torch", or "auto": the kernels where they
     can run. The pool's size is `kv_pool_tokens`, or `kv_pool_bytes` if that is 0, or chosen by the engine if both
-    are 0. `n_threads` 0 leaves torch's own choice (one per core).
+    are 0. `n_threads` 0: as many as the CPUs that this process may use (affinity and control group quota).
     """
 
     model_path: Path

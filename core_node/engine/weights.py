@@ -7,7 +7,7 @@ an expert) is refused: a model that is computed only in part would answer, and w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -28,6 +28,40 @@ class WeightSource(Protocol):
     def load(self, name: str) -> torch.Tensor:
         """That tensor on the CPU, dequantised; Q and K rows in adjacent-pair order."""
         ...
+
+    def size_bytes(self, name: str) -> int:
+        """What that tensor takes on disk."""
+        ...
+
+
+OnLoad = Callable[[int, int], None]  # bytes read so far, of how many
+
+
+class ReportingSource:
+    """A WeightSource that tells how far it has been read."""
+
+    def __init__(self, source: WeightSource, on_load: OnLoad) -> None:
+        self._source = source
+        self._on_load = on_load
+        self._total = sum(map(source.size_bytes, source.shapes))
+        self._done = 0
+        self._read: set[str] = set()
+        on_load(0, self._total)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._source.shapes
+
+    def size_bytes(self, name: str) -> int:
+        return self._source.size_bytes(name)
+
+    def load(self, name: str) -> torch.Tensor:
+        tensor = self._source.load(name)
+        if name not in self._read:
+            self._read.add(name)
+            self._done += self._source.size_bytes(name)
+            self._on_load(self._done, self._total)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +159,8 @@ class _Loader:
 
     def matrix(self, *names: str) -> torch.Tensor:
         parts = [self._source.load(name).to(self._dtype) for name in names]
-        return (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous().to(self._device)
+        # Always into torch's own, aligned memory: what a matrix product rounds to may depend on the alignment.
+        return torch.cat(parts).to(self._device)
 
     def norm(self, name: str) -> torch.Tensor:
         return self._source.load(name).float().to(self._device)  # norms are computed in f32 whatever the dtype

@@ -17,7 +17,6 @@ from grpc_health.v1 import health_pb2
 from edge_node.agent.site_config import SiteConfig
 from edge_node.agent.world import EdgeWorld
 from edge_node.engine.engine import EdgeEngine
-from edge_node.engine.machine import usable_threads
 from edge_node.engine.settings import EdgeEngineSettings
 from mesh import __version__
 from mesh.errors import NotImplementedHere, PayloadCorrupt, Unauthenticated
@@ -26,6 +25,7 @@ from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
 from mesh.identity.principal import AccessRole, Principal
 from mesh.identity.signing import NodeIdentity
+from mesh.machine import usable_threads
 from mesh.model.description import model_digest
 from mesh.node.engine import EngineLoad
 from mesh.node.host import NodeHost

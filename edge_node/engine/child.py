@@ -18,7 +18,6 @@ from contextlib import suppress
 from typing import IO, Any, Final
 
 from edge_node.engine.arena import SLOTS, Arena
-from edge_node.engine.machine import openmp_environment
 from edge_node.engine.messages import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -35,6 +34,7 @@ from edge_node.engine.messages import (
     decode,
     encode,
 )
+from edge_node.engine.openmp import openmp_environment
 from mesh.errors import Cancelled, Internal, MeshError, NodeUnreachable
 from mesh.node.engine import Finished, Held, RunEvent, RunSpec
 from mesh.telemetry.log import get_logger

@@ -18,7 +18,6 @@ from edge_node.engine.arena import SLOTS, slot_bytes_for
 from edge_node.engine.blob import BlobLayout
 from edge_node.engine.child import Child
 from edge_node.engine.convert import f16_rows
-from edge_node.engine.machine import available_bytes
 from edge_node.engine.memory import MemoryNeed
 from edge_node.engine.messages import (
     CachedTokens,
@@ -38,6 +37,7 @@ from edge_node.engine.settings import EdgeEngineSettings
 from mesh.errors import Internal, InvalidRequest, MeshError, NodeUnreachable
 from mesh.kv.geometry import KvDtype
 from mesh.kv.slab import KvSlab
+from mesh.machine import available_bytes
 from mesh.model.description import ModelDescription, describe
 from mesh.node.engine import EngineInfo, EngineLoad, ImportSpec, RunEvent, RunId, RunSpec, SelfTest
 from mesh.telemetry.log import get_logger

@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from edge_node.engine.machine import openmp_environment
+from edge_node.engine.openmp import openmp_environment
 from mesh.errors import Internal, InvalidRequest, MeshError
 from mesh.kv.geometry import KvGeometry
 from mesh.model.description import describe

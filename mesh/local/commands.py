@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import typer
 from mesh.address import HostPort
 from mesh.cli.machine_checks import cpu_flags
 from mesh.local.layout import LocalPlan, core_dtype, share_threads, sites_of
+from mesh.machine import usable_threads
 from mesh.model.catalogue import DEMO_MODEL, find_model
 
 STATE = Path(".kvmesh")
@@ -83,8 +83,7 @@ def make_plan(
 ) -> LocalPlan:
     """The plan of a local mesh for this machine. Raises InvalidRequest and UnknownModel."""
     sites = sites_of(edge)
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = share_threads(processors, core, len(sites))
+    threads = share_threads(usable_threads(), core, len(sites))
     model_path = find_model(model)
     return LocalPlan(
         folder=state.absolute() / "mesh",

@@ -328,7 +328,8 @@ async def test_a_refused_run_does_not_cancel_the_one_that_has_its_name(engine: C
 
 
 def test_what_does_not_fit_is_refused_with_the_sum(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Overloaded, match=r"weights \d+ MiB \+ KV pool \d+ MiB .* free"):
+    words = r"weights [\d.]+ MiB in f32 \+ KV pool [\d,]+ MiB .* free; kv_pool_tokens=2048 fits"
+    with pytest.raises(Overloaded, match=words):
         loading.load_engine(tiny_settings(tiny_gguf, kv_pool_tokens=10**10))
     monkeypatch.setattr(loading, "_free_bytes", lambda _: 1000)
     with pytest.raises(Overloaded, match="does not fit on cpu"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_node.engine.machine import available_bytes, openmp_environment, usable_threads
+from mesh.machine import available_bytes, usable_threads
 
 MIB = 1 << 20
 
@@ -65,8 +65,12 @@ def test_a_cpu_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gro
     assert usable_threads(proc, cgroup) == want
 
 
-def test_openmp_is_told_its_threads_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOMETHING_ELSE", "1")
-    environment = openmp_environment(3)
-    assert environment["OMP_NUM_THREADS"] == "3"
-    assert environment["SOMETHING_ELSE"] == "1"
+def test_idle_file_pages_count_as_free(tmp_path: Path) -> None:
+    proc, cgroup = machine(tmp_path, {"a/b": (str(300 * MIB), 250 * MIB)})
+    (cgroup / "a/b" / "memory.stat").write_text(f"anon {50 * MIB}\ninactive_file {120 * MIB}\nactive_file 9\n")
+    assert available_bytes(proc, cgroup) == 170 * MIB
+
+
+def test_a_system_without_proc(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path / "none", tmp_path) > 0
+    assert usable_threads(tmp_path / "none", tmp_path) >= 1

@@ -12,26 +12,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-_SPINS: Final = 1000  # what libgomp itself takes when it knows that there are more threads than cores
-
 _PROC: Final = Path("/proc")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def available_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """Memory that may still be taken. 0 if the kernel does not say."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
+    """Memory that may still be taken; file pages that nobody has used lately count as free. 0 if nobody says."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     free = int(found[1]) * 1024 if found else 0
     for folder in _groups(proc, cgroup):
         limit, current = _words(folder / "memory.max"), _words(folder / "memory.current")
         if limit and current and limit[0] != "max":
-            free = min(free, int(limit[0]) - int(current[0]))
+            stat = _words(folder / "memory.stat")
+            idle = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
+            free = min(free, max(0, int(limit[0]) - int(current[0]) + idle))
     return free
 
 
 def usable_threads(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
     """Cores that may be kept busy: those of our affinity, or the CPU quota rounded down; at least 1."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _groups(proc, cgroup):
         words = _words(folder / "cpu.max")
         if len(words) == 2 and words[0] != "max":
@@ -39,18 +42,13 @@ def usable_threads(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
     return max(1, cores)
 
 
-def openmp_environment(n_threads: int) -> dict[str, str]:
-    """The environment for a process that runs llama.cpp. OpenMP can be told in no other way.
-
-    Its threads meet at hundreds of barriers in every step and by default spin there for milliseconds: with a third
-    process on two cores a decode step of the demo model took 435 ms, and 60 ms with short spins. Loading would use
-    one thread per core of the machine, whatever `n_threads` is."""
-    return {**os.environ, "OMP_NUM_THREADS": str(n_threads), "GOMP_SPINCOUNT": str(_SPINS)}
-
-
 def _groups(proc: Path, cgroup: Path) -> Iterator[Path]:
     """Folders of our control group and those above it."""
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
         if line.startswith("0::"):  # version 2: one hierarchy
             group = cgroup / line[3:].lstrip("/")
             yield group
