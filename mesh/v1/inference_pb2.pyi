@@ -92,20 +92,34 @@ class GenerateResponse(_message.Message):
     def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., tokens: _Optional[_Union[TokenDelta, _Mapping]] = ..., migration: _Optional[_Union[Migration, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("request_id", "plan", "label", "policy_version", "prompt_tokens", "model")
+    __slots__ = ("request_id", "plan", "label", "policy_version", "prompt_tokens", "model", "findings", "not_looked_at")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    NOT_LOOKED_AT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     plan: Plan
     label: str
     policy_version: int
     prompt_tokens: int
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., label: _Optional[str] = ..., policy_version: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    findings: _containers.RepeatedCompositeFieldContainer[LabelFinding]
+    not_looked_at: str
+    def __init__(self, request_id: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., label: _Optional[str] = ..., policy_version: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., model: _Optional[str] = ..., findings: _Optional[_Iterable[_Union[LabelFinding, _Mapping]]] = ..., not_looked_at: _Optional[str] = ...) -> None: ...
+
+class LabelFinding(_message.Message):
+    __slots__ = ("kind", "start", "end")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    start: int
+    end: int
+    def __init__(self, kind: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("shape", "legs", "fallbacks", "candidates", "refused", "rule", "predicted_ttft_s", "predicted_total_s")

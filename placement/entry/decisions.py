@@ -21,6 +21,7 @@ from placement.decide.decide import decide
 from placement.decide.explain import explain_nodes
 from placement.decide.settings import DEFAULTS, DecideSettings
 from placement.decide.types import PlacementRequest, Plan, PlanShape, Refusal, Wish
+from placement.detect.guard import Guard
 from placement.entry.intake import Accepted, ServedModel, accept
 from placement.entry.orders import Work
 from placement.entry.receipt import Signer
@@ -51,6 +52,7 @@ class Decisions:
     def __init__(self, deps: FrontDoorDeps, rng: random.Random) -> None:
         self._deps = deps
         self._rng = rng
+        self._guard = Guard()
 
     @property
     def _own(self) -> Place:
@@ -60,7 +62,7 @@ class Decisions:
         """See placement.entry.intake."""
         policy = self._deps.policies().lookup(principal.tenant).policy
         seed = self._rng.getrandbits(64)
-        return await accept(request, principal, models=self._deps.models, policy=policy, seed=seed)
+        return await accept(request, principal, models=self._deps.models, policy=policy, guard=self._guard, seed=seed)
 
     def plan(self, accepted: Accepted) -> Plan:
         """Raises UnknownNode, PolicyDenied, NoNodeNow, NoCapableNode or Overloaded, naming the rule."""

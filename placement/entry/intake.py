@@ -23,6 +23,8 @@ from mesh.node.sampling import SamplingParams
 from mesh.v1 import common_pb2 as common
 from mesh.v1 import inference_pb2 as pb
 from placement.decide.types import PlacementRequest, PlanShape, Wish
+from placement.detect.guard import Guard
+from placement.detect.label import Raised, raise_label
 from placement.policy.model import Policy
 
 MAX_PROMPT_CHARS = 2_000_000
@@ -51,13 +53,15 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """A request that passed every check. `placement` holds the features that decisions may look at."""
+    """A request that passed every check. `placement` holds the features that decisions may look at; `raised` tells
+    what detectors made of its label."""
 
     principal: Principal
     model: ServedModel
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     claimed_label: str
+    raised: Raised
     placement: PlacementRequest
     idempotency_key: str
     resume_offset_tokens: int
@@ -119,6 +123,19 @@ async def encode_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, model:
     if not ids:
         raise InvalidRequest("the prompt has no tokens", field=kind)
     return tuple(ids)
+
+
+async def prompt_text(request: pb.GenerateRequest, model: ServedModel) -> str:
+    """What detectors look at: the text, the contents of a chat's messages joined by newlines, or what ids stand for."""
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return request.text
+    if kind == "chat":
+        return "\n".join(message.content for message in request.chat.messages)
+    ids = list(request.tokens.ids)
+    if len(ids) <= _INLINE_CHARS:
+        return model.tokenizer.decode(ids)
+    return await asyncio.get_running_loop().run_in_executor(_LONG_PROMPTS, model.tokenizer.decode, ids)
 
 
 def refuse_hopeless(model: ServedModel, texts: Sequence[str], field: str) -> None:
@@ -213,6 +230,7 @@ async def accept(
     *,
     models: Mapping[str, ServedModel],
     policy: Policy,
+    guard: Guard,
     seed: int,
 ) -> Accepted:
     """Check and complete one request under its tenant's policy."""
@@ -232,6 +250,9 @@ async def accept(
             "for prompt and output together",
             field="prompt",
         )
+    raised = Raised(label)
+    if policy.detection.wanted:
+        raised = await raise_label(guard, policy, label, await prompt_text(request, model))
     sampling = sampling_from(request.sampling, room_tokens=room, seed=seed)
     return Accepted(
         principal=principal,
@@ -239,10 +260,11 @@ async def accept(
         token_ids=ids,
         sampling=sampling,
         claimed_label=request.label,
+        raised=raised,
         placement=PlacementRequest(
             tenant=principal.tenant,
             model=model.model_id,
-            label=label,
+            label=raised.label,
             prompt_tokens=len(ids),
             max_tokens=sampling.max_tokens,
             expected_tokens=min(EXPECTED_TOKENS, sampling.max_tokens),

@@ -59,7 +59,7 @@ class LiveRequest:
             tenant=accepted.principal.tenant,
             model=accepted.model.model_id,
             claimed_label=accepted.claimed_label,
-            label=accepted.placement.label,
+            raised=accepted.raised,
             plan=plan,
             started_unix_s=time.time(),
         )

@@ -15,8 +15,11 @@ from mesh.identity.receipt import record_to_wire
 from mesh.identity.signing import SignedRecord
 from mesh.v1 import common_pb2 as common
 from placement.decide.types import Candidate, Plan
+from placement.detect.label import Raised
 
 RECEIPT_FORMAT = 1
+MAX_FINDINGS = 32
+"""A receipt lists at most this many findings, and the count of all."""
 
 
 class Signer(Protocol):
@@ -36,7 +39,7 @@ class ReceiptDraft:
     tenant: str
     model: str
     claimed_label: str
-    label: str
+    raised: Raised
     plan: Plan
     started_unix_s: float
     saw_prompt: dict[str, str] = field(default_factory=dict)  # node id -> site
@@ -58,7 +61,7 @@ class ReceiptDraft:
             "request_id": self.request_id,
             "tenant": self.tenant,
             "model": self.model,
-            "label": {"claimed": self.claimed_label, "effective": self.label},
+            "label": _label(self.claimed_label, self.raised),
             "policy_version": self.plan.policy_version,
             "rule": self.plan.rule,
             "entry": signer.place.uri,
@@ -77,6 +80,17 @@ class ReceiptDraft:
             "outcome": outcome,
         }
         return common.Receipt(record=record_to_wire(signer.sign(body)), legs=[record_to_wire(leg) for leg in self.legs])
+
+
+def _label(claimed: str, raised: Raised) -> dict[str, Any]:
+    """How the label came about: findings by kind and position, never by value."""
+    findings = [{"kind": f.kind, "start": f.start, "end": f.end} for f in raised.findings[:MAX_FINDINGS]]
+    body: dict[str, Any] = {"claimed": claimed, "effective": raised.label}
+    if findings:
+        body |= {"findings": findings, "findings_total": len(raised.findings)}
+    if raised.failure:
+        body["not_looked_at"] = raised.failure
+    return body
 
 
 def _way(candidate: Candidate) -> dict[str, Any]:

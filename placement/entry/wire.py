@@ -8,6 +8,7 @@ from mesh.v1 import inference_pb2 as pb
 from placement.decide.types import Candidate, Plan, PlanShape
 from placement.entry import runner_types as rt
 from placement.entry.intake import Accepted
+from placement.entry.receipt import MAX_FINDINGS
 
 _FINISH = {
     FinishReason.STOP: common.FINISH_REASON_STOP,
@@ -31,6 +32,10 @@ def decision_to_wire(request_id: str, accepted: Accepted, plan: Plan) -> pb.Deci
         policy_version=plan.policy_version,
         prompt_tokens=len(accepted.token_ids),
         model=accepted.model.model_id,
+        findings=[
+            pb.LabelFinding(kind=f.kind, start=f.start, end=f.end) for f in accepted.raised.findings[:MAX_FINDINGS]
+        ],
+        not_looked_at=accepted.raised.failure,
     )
 
 

@@ -27,6 +27,8 @@ rules:
     - sites: [own]
   confidential: {sites: [own]}
   restricted: {sites: [own]}
+detectors:
+  raise_to: {identifiers: confidential, credentials: confidential}
 """
 BUILTIN = parse_policy(BUILTIN_YAML, version=0)
 

@@ -67,6 +67,27 @@ class Models(_Part):
     default: ModelName | None = Field(default=None, description="Model of a request that names none.")
 
 
+class PatternRule(_Part):
+    """A tenant's own kind of private text, such as project names or file numbers."""
+
+    regex: str = Field(min_length=1, max_length=500, description="RE2 syntax; linear in the text, whatever it says.")
+    raise_to: Name = Field(description="Label that a match raises to.")
+
+
+class DetectorRules(_Part):
+    """What is looked for in prompts, at the entry, before anything leaves it; findings only ever raise the label."""
+
+    raise_to: dict[str, Name] = Field(
+        default={},
+        max_length=200,
+        description="For a kind (`iban`), or all kinds of a detector (`identifiers`), the label that it raises to.",
+    )
+    patterns: dict[Name, PatternRule] = Field(default={}, max_length=64, description="Kinds of the tenant's own.")
+    on_failure: Name | None = Field(
+        default=None, description="Label of a prompt that detectors could not look at; absent: the top label."
+    )
+
+
 class PriceTable(_Part):
     """Seconds of cost for each second of use; placement minimises time plus price."""
 
@@ -88,6 +109,7 @@ class PolicyDocument(_Part):
         default={}, description="Where KV of each label may be; a missing label: as its prompt."
     )
     models: Models = Models()
+    detectors: DetectorRules = DetectorRules()
     priority: int = Field(default=0, ge=-100, le=100, description="Smaller runs first.")
     fallback: Literal["allowed", "none"] = Field(
         default="allowed", description="`none`: if the first choice fails, the request fails."

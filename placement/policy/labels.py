@@ -62,6 +62,11 @@ class Lattice:
                 )
         return lattice
 
+    @property
+    def top(self) -> str:
+        """The label above all others."""
+        return next(name for name in self.names if all(name in up for up in self.above.values()))
+
     def check(self, label: str) -> str:
         """The label. Raises InvalidRequest if it is unknown."""
         if label not in self.above:

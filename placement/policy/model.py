@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from mesh.errors import InvalidRequest
 from mesh.identity.place import Tier
+from placement.policy.detection import compile_detection
 from placement.policy.document import PlaceRule, PolicyDocument
 from placement.policy.labels import DEFAULT_ORDER, Lattice, LatticeProblem
 from placement.policy.rules import DataKind, Policy, Prices, Rule
@@ -89,6 +90,7 @@ def _compile(written: PolicyDocument, document: Document, version: int) -> Polic
     allowed, default_model = written.models.allowed, written.models.default or ""
     if allowed is not None and default_model and default_model not in allowed:
         wrong(("models", "default"), f"{default_model!r} is not in models.allowed")
+    detection = compile_detection(written.detectors, labels, lambda at, message: wrong(("detectors", *at), message))
     if problems:
         return tuple(problems)
     prompt_rules = {name: _rules("rules", name, written) or (_own_site(name),) for name in labels.names}
@@ -104,6 +106,7 @@ def _compile(written: PolicyDocument, document: Document, version: int) -> Polic
         fallback=written.fallback == "allowed",
         prices=Prices(**written.price.model_dump()),
         kv_max_loss_ratio=written.kv_max_loss_ratio,
+        detection=detection,
     )
 
 

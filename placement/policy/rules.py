@@ -7,8 +7,9 @@ entry's site is not known. placement.policy.model makes one from a YAML document
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +94,21 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Detection:
+    """What findings in a prompt raise its label to. `raise_to`: kind -> label. `patterns`: the tenant's own kinds,
+    name -> (RE2, label). `on_failure`: label of a prompt that could not be looked at; empty: nothing is looked for."""
+
+    raise_to: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    patterns: Mapping[str, tuple[str, str]] = field(default_factory=lambda: MappingProxyType({}))
+    on_failure: str = ""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether prompts have to be looked at."""
+        return bool(self.raise_to or self.patterns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """See the module's docstring. `version` is that of the stored document; 0 is the built-in policy."""
 
@@ -107,6 +123,7 @@ class Policy:
     fallback: bool
     prices: Prices
     kv_max_loss_ratio: float = 0.01  # rise of perplexity that a codec of moving KV may cost
+    detection: Detection = field(default_factory=Detection)
 
     def check_label(self, label: str) -> str:
         """The label. Raises InvalidRequest if the policy does not know it."""

@@ -68,6 +68,10 @@ class FakeTokenizer:
     def stream(self) -> FakeTextStream:
         return FakeTextStream()
 
+    def decode(self, ids: Iterable[int]) -> str:
+        """The characters, for those below the vocabulary's size."""
+        return "".join(chr(i - 3) for i in ids if i >= 3)
+
     def token_bytes(self, token_id: int) -> bytes:
         return FakeTextStream().push(token_id).encode()
 

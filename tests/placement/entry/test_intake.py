@@ -12,8 +12,9 @@ from mesh.errors import InvalidRequest, MeshError, NotImplementedHere, PolicyDen
 from mesh.identity.place import Tier
 from mesh.v1 import inference_pb2 as pb
 from placement.decide.types import PlanShape
+from placement.detect.guard import Guard
 from placement.entry import intake
-from placement.entry.intake import Accepted, ServedModel, accept, refuse_hopeless
+from placement.entry.intake import Accepted, ServedModel, accept, prompt_text, refuse_hopeless
 from placement.policy.model import parse_policy
 from tests.fakes.fake_engine import VOCAB
 from tests.fakes.mesh import POLICY, principal, request_of, toy_model
@@ -21,9 +22,13 @@ from tests.fakes.mesh import POLICY, principal, request_of, toy_model
 SEED = 2**64 - 1
 
 
+GUARD = Guard()
+
+
 async def take(request: pb.GenerateRequest, *, policy: str = POLICY, models: tuple[str, ...] = ("toy",)) -> Accepted:
+    compiled = parse_policy(policy, version=1)
     served = {name: toy_model(context_tokens=64, model_id=name) for name in models}
-    return await accept(request, principal(), models=served, policy=parse_policy(policy, version=1), seed=SEED)
+    return await accept(request, principal(), models=served, policy=compiled, guard=GUARD, seed=SEED)
 
 
 @pytest.mark.parametrize(
@@ -201,3 +206,27 @@ def test_a_hopeless_prompt_is_refused_before_it_is_tokenised_whole() -> None:
         refuse_hopeless(model, ["x" * 1_900_000], "text")  # type: ignore[arg-type]
     assert tokenizer.seen_chars < 40_000
     refuse_hopeless(model, ["x" * 10_000, "y" * 9_000], "chat")  # type: ignore[arg-type]
+
+
+LOOKS = "version: 1\ndetectors: {raise_to: {payment_card: confidential}}\n"
+CARD = "pay 4111 1111 1111 1111"
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+async def test_findings_raise_the_label_however_the_prompt_came(as_tokens: bool) -> None:
+    request = pb.GenerateRequest(label="public")
+    if as_tokens:
+        request.tokens.ids.extend(3 + ord(c) for c in CARD)
+    else:
+        request.text = CARD
+    accepted = await take(request, policy=LOOKS)
+    assert (accepted.claimed_label, accepted.placement.label) == ("public", "confidential")
+    (finding,) = accepted.raised.findings
+    assert (finding.kind, CARD[finding.start : finding.end]) == ("payment_card", "4111 1111 1111 1111")
+
+
+async def test_what_is_looked_at_of_a_chat_is_every_message() -> None:
+    request = pb.GenerateRequest()
+    request.chat.messages.add(role="user", content="my card")
+    request.chat.messages.add(role="assistant", content="yes?")
+    assert await prompt_text(request, toy_model()) == "my card\nyes?"

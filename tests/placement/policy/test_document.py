@@ -132,7 +132,7 @@ def test_norway_is_a_country() -> None:
 def test_json_schema_names_every_key() -> None:
     schema = json_schema()
     assert set(schema["properties"]) == {
-        "version", "labels", "rules", "kv_rules", "models", "priority", "fallback", "price",
+        "version", "labels", "rules", "kv_rules", "models", "detectors", "priority", "fallback", "price",
             "kv_max_loss_ratio",
     }  # fmt: skip
     assert schema["additionalProperties"] is False
