@@ -24,8 +24,10 @@ from mesh.node.grpc_port_transfer import GrpcTransport
 from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
 from mesh.node.servicer import NodeServicer
+from mesh.node.serving_role import ServingRole
 from mesh.process import announce_ready, check_certificate, prepare_state_folder, raise_descriptor_limit, stop_signal
 from mesh.registry.open import RemoteSettings
+from mesh.registry.types import Registration
 from mesh.rpc.channel import node_channel
 from mesh.rpc.peer import peer_place
 from mesh.rpc.server import health_server, node_server
@@ -74,11 +76,27 @@ async def serve(settings: CoreSettings) -> None:
 
         guard = BookGuard(lambda: policies.book)
         host = NodeHost(engine, NodeIdentity(place, credentials), guard, place)
+        host.set_role(settings.role)
         stack.push_async_callback(host.close)
+        digest = await asyncio.to_thread(model_digest, settings.model.path)
+        address = str(settings.listeners.advertise or node.address)
+
+        def registration(role: ServingRole) -> Registration:
+            return to_registration(
+                place,
+                address,
+                (ModelFacts.of(engine.info, digest),),
+                ttl_s=settings.registry.ttl_s,
+                health_address=health.address,
+                role=role,
+            )
+
+        membership = Membership(registry, registration(host.role))
         servicer = NodeServicer(
             host,
             lambda context: peer_place(context, mesh=place.mesh),
             GrpcTransport(lambda peer: node_channel(peer.address, credentials, peer.place)),
+            on_role=lambda role: membership.change(registration(role)),
         )
         node_pb2_grpc.add_NodeServicer_to_server(servicer, node.server)
         for listener in (node, health):
@@ -96,16 +114,6 @@ async def serve(settings: CoreSettings) -> None:
         await http.start()
         stack.push_async_callback(http.close)
 
-        digest = await asyncio.to_thread(model_digest, settings.model.path)
-        address = str(settings.listeners.advertise or node.address)
-        registration = to_registration(
-            place,
-            address,
-            (ModelFacts.of(engine.info, digest),),
-            ttl_s=settings.registry.ttl_s,
-            health_address=health.address,
-        )
-        membership = Membership(registry, registration)
         await membership.join()
         stack.push_async_callback(membership.leave)
         announce_ready(settings.state_folder, node_id=place.node_id, node=address, http=http.url, **asdict(speeds))

@@ -175,6 +175,13 @@ class MeshClient:
         response: admin_pb2.MigrateResponse = await self._call(self._mesh.Migrate, request, timeout_s=MIGRATE_TIMEOUT_S)
         return response
 
+    async def set_node_role(self, node_id: str, role: str) -> admin_pb2.SetNodeRoleResponse:
+        """Give a core node a role (prefill, decode or both) until it is started anew; what runs there goes on. Needs
+        the role operator."""
+        request = admin_pb2.SetNodeRoleRequest(node_id=node_id, role=role)
+        response: admin_pb2.SetNodeRoleResponse = await self._call(self._mesh.SetNodeRole, request)
+        return response
+
     async def put_policy(self, tenant: str, yaml: str, *, expected_version: int | None = None) -> int:
         """Store a policy and return its version; `expected_version`: only if that is the current one."""
         request = admin_pb2.PutPolicyRequest(tenant=tenant, yaml=yaml, expected_version=expected_version)

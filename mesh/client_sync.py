@@ -99,6 +99,10 @@ class SyncMeshClient:
         """Move a request."""
         return self._run(self._client.migrate(request_id, node_id=node_id, tier=tier))
 
+    def set_node_role(self, node_id: str, role: str) -> admin_pb2.SetNodeRoleResponse:
+        """Give a core node a role."""
+        return self._run(self._client.set_node_role(node_id, role))
+
     def put_policy(self, tenant: str, yaml: str, *, expected_version: int | None = None) -> int:
         """Store a policy."""
         return self._run(self._client.put_policy(tenant, yaml, expected_version=expected_version))

@@ -36,7 +36,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop: Sequence[str]
     logprobs: int
-    shape: str  # "local", "core", "split", "offload"
+    shape: str  # "local", "core", "split", "offload", "disaggregated"
     node_id: str
     site: str
     ttft_s: float
@@ -156,6 +156,7 @@ _SHAPES: Final = {
     "core": inference_pb2.PLAN_SHAPE_CORE,
     "split": inference_pb2.PLAN_SHAPE_SPLIT,
     "offload": inference_pb2.PLAN_SHAPE_OFFLOAD,
+    "disaggregated": inference_pb2.PLAN_SHAPE_DISAGGREGATED,
 }
 _WORDS: Final[Mapping[int, str]] = {int(number): word for word, number in _SHAPES.items()}
 _REASONS: Final[Mapping[int, FinishReason]] = {

@@ -15,6 +15,7 @@ with its traceback.
     ├── Overloaded              RESOURCE_EXHAUSTED    back off
     ├── NodeUnreachable         UNAVAILABLE           retry elsewhere
     ├── Draining                UNAVAILABLE           retry elsewhere
+    ├── WrongRole               UNAVAILABLE           retry elsewhere
     ├── NoNodeNow               UNAVAILABLE           retry elsewhere
     ├── NoCapableNode           FAILED_PRECONDITION   fix state first
     ├── RevisionMismatch        FAILED_PRECONDITION   fix state first
@@ -139,6 +140,12 @@ class Draining(MeshError):
     """The node takes nothing new."""
 
     code, retry, reason = Code.UNAVAILABLE, Retry.ELSEWHERE, "DRAINING"
+
+
+class WrongRole(MeshError):
+    """The node's role (prefill, decode) does not do this part of a request; it may have changed a moment ago."""
+
+    code, retry, reason = Code.UNAVAILABLE, Retry.ELSEWHERE, "WRONG_ROLE"
 
 
 class NoNodeNow(MeshError):

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, mo
 from mesh.address import HostPort
 from mesh.configfile import Group, leaves, load_settings, to_yaml
 from mesh.errors import InvalidRequest
+from mesh.node.serving_role import ServingRole
 
 __all__ = [
     "Address", "Bootstrap", "CoreEngine", "CoreListeners", "CoreSettings", "EdgeEngine", "EdgeListeners",
@@ -263,6 +264,9 @@ class CoreSettings(Process):
     placement: PlacementPeer
     model: ModelFile
     listeners: CoreListeners = CoreListeners()
+    role: ServingRole = ServingRole.BOTH
+    """both, prefill (computes KV for others) or decode (goes on from KV that came); `kvmesh node role` changes it
+    until the next start."""
     engine: CoreEngine = CoreEngine()
 
 

@@ -27,6 +27,7 @@ from mesh.cli.client_output import (
     simple_table,
     size_words,
 )
+from mesh.cli.node_commands import register as register_node
 from mesh.client_types import Options, Prompt
 from mesh.errors import InvalidRequest
 
@@ -42,7 +43,9 @@ TopP = Annotated[float | None, typer.Option(metavar="X", help="Nucleus sampling.
 TopK = Annotated[int | None, typer.Option(metavar="K", help="Keep the K best; 0 is off.")]
 Seed = Annotated[int | None, typer.Option(metavar="N", help="Seed of the random numbers.")]
 Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop string; may be given several times.")]
-Shape = Annotated[str | None, typer.Option(metavar="SHAPE", help="Only this plan: local, core, split or offload.")]
+Shape = Annotated[
+    str | None, typer.Option(metavar="SHAPE", help="Only this plan: local, core, split, offload or disaggregated.")
+]
 OnNode = Annotated[str | None, typer.Option("--node", metavar="NODE", help="Only decode at this node.")]
 AtSite = Annotated[str | None, typer.Option("--at-site", metavar="SITE", help="Only decode at this site.")]
 Tenant = Annotated[str, typer.Option(metavar="TENANT", help="Tenant.")]
@@ -61,6 +64,7 @@ def register(app: typer.Typer) -> None:
     app.command("models")(connected()(models))
     app.command("nodes")(connected(admin=True)(nodes))
     app.command("move")(connected(admin=True)(move))
+    register_node(app)
     policy = typer.Typer(no_args_is_help=True, help="Placement policies of tenants.")
     policy.command("apply")(connected(admin=True)(policy_apply))
     policy.command("get")(connected(admin=True)(policy_get))

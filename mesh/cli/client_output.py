@@ -147,9 +147,13 @@ def plan_words(plan: inference_pb2.Plan) -> str:
 
 
 def nodes_table(snapshot: admin_pb2.Snapshot) -> Table:
-    """One row a node: running + waiting requests, share of KV in use, speeds in tokens/s, age of these figures."""
+    """One row a node: running + waiting requests, share of KV in use, speeds in tokens/s, age of these figures. The
+    role is shown where some node has one of its own."""
     # Fits 80 columns with the names of a local mesh; models are a line of their own, since most nodes share one.
+    with_roles = any(n.role not in ("", "both") for n in snapshot.nodes)
     table = Table("node", "tier", "site", "state", box=None, padding=(0, 1, 0, 0))
+    if with_roles:
+        table.add_column("role")
     for name in ("load", "KV", "prefill", "decode", "RTT ms", "age s"):
         table.add_column(name, justify="right")
     for n in snapshot.nodes:
@@ -157,7 +161,8 @@ def nodes_table(snapshot: admin_pb2.Snapshot) -> Table:
         style = {"ready": "green", "disconnected": "red"}.get(state, "yellow")
         used = f"{n.kv_used_tokens / n.kv_capacity_tokens:.0%}" if n.kv_capacity_tokens else "-"
         table.add_row(
-            n.node_id, n.tier, n.site, Text(state, style=style), f"{n.running}+{n.waiting}", used,
+            n.node_id, n.tier, n.site, Text(state, style=style), *((n.role or "both",) if with_roles else ()),
+            f"{n.running}+{n.waiting}", used,
             _measured(n.prefill_tokens_per_s, 0), _measured(n.decode_tokens_per_s, 1), _measured(n.rtt_s * 1000, 1),
             f"{n.age_s:.1f}",
         )  # fmt: skip

@@ -35,7 +35,7 @@ class _Ours(BaseModel):
 class Placement(_Ours):
     """Where the caller wants it to run; policy decides."""
 
-    shape: Literal["local", "core", "split", "offload"] | None = None
+    shape: Literal["local", "core", "split", "offload", "disaggregated"] | None = None
     node_id: str = ""
     site: str = ""
 

@@ -13,6 +13,7 @@ _SHAPES = {
     "core": inference_pb2.PLAN_SHAPE_CORE,
     "split": inference_pb2.PLAN_SHAPE_SPLIT,
     "offload": inference_pb2.PLAN_SHAPE_OFFLOAD,
+    "disaggregated": inference_pb2.PLAN_SHAPE_DISAGGREGATED,
 }
 
 

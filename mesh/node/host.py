@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mesh.errors import InvalidRequest, MeshError
 from mesh.identity.place import Place
@@ -33,6 +33,10 @@ from mesh.node.port import (
     PortTokens,
     RunOrder,
 )
+from mesh.node.serving_role import ServingRole
+from mesh.telemetry.log import get_logger
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,9 @@ class HostSettings:
     `resume_timeout_s`: both ends of a transfer whose connection broke keep it so long for another one (0: it fails
     at once). `window_bytes`: most of a transfer that may be under way, which bounds the memory of both ends beside
     one chunk. `pause_tokens`: a run that
-    moves is paused when its rest can be shipped in the time of so many tokens."""
+    moves is paused when its rest can be shipped in the time of so many tokens. `room_timeout_s`: an import whose KV
+    has still to be computed waits so long for KV blocks, `most_waiting_imports` of them at most.
+    `prefill_backlog_ratio`: prefills for transfers, waiting ones included, take at most so many times the KV pool."""
 
     hold_timeout_s: float = 60.0
     idle_timeout_s: float = 60.0
@@ -51,6 +57,9 @@ class HostSettings:
     resume_timeout_s: float = 3.0
     window_bytes: int = WINDOW_BYTES
     pause_tokens: float = 2.0
+    room_timeout_s: float = 30.0
+    most_waiting_imports: int = 64
+    prefill_backlog_ratio: float = 2.0
 
 
 class NodeHost:
@@ -79,6 +88,9 @@ class NodeHost:
                 resume_timeout_s=settings.resume_timeout_s,
                 window_bytes=settings.window_bytes,
                 pause_tokens=settings.pause_tokens,
+                room_timeout_s=settings.room_timeout_s,
+                most_waiting_imports=settings.most_waiting_imports,
+                prefill_backlog_ratio=settings.prefill_backlog_ratio,
             ),
         )
 
@@ -99,9 +111,23 @@ class NodeHost:
     def draining(self) -> bool:
         return self._desk.draining
 
+    @property
+    def role(self) -> ServingRole:
+        """Which half of requests it takes."""
+        return self._desk.role
+
+    def set_role(self, role: ServingRole) -> ServingRole:
+        """Take other work from now on; what runs, is held or is being moved goes on. Returns the role before."""
+        before, self._desk.role = self._desk.role, role
+        if role is not before:
+            log.info("serving_role_changed", role=role.value, before=before.value)
+            self._desk.change()
+        return before
+
     async def load(self) -> EngineLoad:
-        """The engine's load now."""
-        return await self._engine.load()
+        """The engine's load now; imports that wait for room wait too."""
+        load = await self._engine.load()
+        return replace(load, waiting=load.waiting + self._moves.waiting_imports)
 
     def statistics(self) -> HostStatistics:
         """Counters since start, and what is there now."""

@@ -17,6 +17,7 @@ from mesh.node.host_ledger import Ledger, Phase
 from mesh.node.host_runs import HostRun, let_go
 from mesh.node.legs import Clock, Signer
 from mesh.node.port import BorderGuard, RunOrder
+from mesh.node.serving_role import ServingRole, check_run_role
 from mesh.telemetry.log import get_logger
 
 log = get_logger(__name__)
@@ -37,14 +38,23 @@ class Desk:
         )
         self.counters = Counters()
         self.draining = False
+        self.role = ServingRole.BOTH
         self._runs: dict[RunId, HostRun] = {}
         self._chores: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
     def check(self, order: RunOrder) -> None:
-        """Raise unless policy lets this place see the prompt, and the engine could run it."""
+        """Raise unless policy lets this place see the prompt, the engine could run it, and it is this node's part."""
         self.guard.check_prompt(order.context, self.identity.place)
         check_run(order, self.engine.info)
+        held = self.ledger.find(order.kv_from) if order.kv_from is not None else None
+        if held is None or not self.role.prefills:  # KV that is here was taken before a change of role
+            check_run_role(
+                self.role,
+                self.identity.place.node_id,
+                to_prefill_tokens=len(order.token_ids) - (held.kv_tokens if held is not None else 0),
+                prefill_only=order.prefill_only,
+            )
 
     def start(self, order: RunOrder) -> HostRun:
         """Check an order and start it; whoever calls must `stop` it. For errors see NodeHost.run."""

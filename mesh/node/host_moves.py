@@ -23,12 +23,14 @@ from mesh.node.host_frames import Dial, FrameStream, HostFrame, KvOpen, Resume
 from mesh.node.host_ledger import Entry, Owner, Phase
 from mesh.node.host_link import Link
 from mesh.node.host_receive import receive
+from mesh.node.host_room import ImportRoom, PrefillBacklog
 from mesh.node.host_send import send
 from mesh.node.host_session import Session
 from mesh.node.host_session_ends import DiallingSession, ServedSession
 from mesh.node.host_sources import HeldSource, MovingSource, PrefillSource, Source, shippable_tokens
 from mesh.node.host_transfer_parts import TransferParts
 from mesh.node.port import KvDirection, KvOrder, KvReport
+from mesh.node.serving_role import check_import_role
 from mesh.telemetry.log import get_logger
 
 log = get_logger(__name__)
@@ -44,6 +46,9 @@ class MoveSettings:
     resume_timeout_s: float
     window_bytes: int
     pause_tokens: float
+    room_timeout_s: float
+    most_waiting_imports: int
+    prefill_backlog_ratio: float
 
 
 class Moves:
@@ -60,6 +65,12 @@ class Moves:
             clock=desk.clock,
             kv_lifetime_s=settings.kv_lifetime_s,
             free=desk.free,
+            room=ImportRoom(
+                desk.wait_change, patience_s=settings.room_timeout_s, most_waiting=settings.most_waiting_imports
+            ),
+        )
+        self._backlog = PrefillBacklog(
+            most_tokens=int(settings.prefill_backlog_ratio * desk.engine.info.kv_capacity_tokens)
         )
         self._transfers: set[asyncio.Task[Any]] = set()
         self._served: dict[tuple[str, str], tuple[ServedSession, asyncio.Task[KvReport]]] = {}  # by peer and transfer
@@ -67,6 +78,11 @@ class Moves:
     def __len__(self) -> int:
         """Transfers that go on now."""
         return len(self._transfers)
+
+    @property
+    def waiting_imports(self) -> int:
+        """Imports that wait for KV blocks; no engine knows of them yet."""
+        return self._parts.room.waiting
 
     async def close(self) -> None:
         """Cancel all and wait for their ends."""
@@ -207,6 +223,7 @@ class Moves:
     def _check_target(self, opening: KvOpen) -> None:
         self._desk.refuse_if_draining()
         self._desk.guard.check_kv(opening.context, self._desk.identity.place)
+        check_import_role(self._desk.role, self._desk.identity.place.node_id)
 
     def _check_source(self, opening: KvOpen) -> None:
         """Raise what can be known to be wrong before the receiver has been asked for anything."""
@@ -232,14 +249,15 @@ class Moves:
             # Less than a block is missing, which the receiver computes by itself: nothing is to be done here.
             yield HeldSource(self._desk.ledger.detached(prefill), min(received_tokens, len(prefill.token_ids)))
             return
-        run = self._desk.start(prefill)
-        self._desk.ledger.pin(run.entry)
-        try:
-            yield PrefillSource(run, self._desk.identity)
-            await self._desk.free(run.entry.run_id)  # it was computed for this transfer alone
-        finally:
-            self._desk.ledger.unpin(run.entry)
-            await self._desk.stop(run)  # a prefill that did end stays a hold for a while, for another try
+        with self._backlog.counted(len(prefill.token_ids)):
+            run = self._desk.start(prefill)
+            self._desk.ledger.pin(run.entry)
+            try:
+                yield PrefillSource(run, self._desk.identity)
+                await self._desk.free(run.entry.run_id)  # it was computed for this transfer alone
+            finally:
+                self._desk.ledger.unpin(run.entry)
+                await self._desk.stop(run)  # a prefill that did end stays a hold for a while, for another try
 
     def _existing(self, opening: KvOpen) -> Entry:
         check_model(opening.context, self._desk.engine.info)

@@ -110,7 +110,10 @@ class _Incoming:
             known = known[:-1]
         spec = ImportSpec(run_id=order.target, token_ids=known, max_tokens=order.max_tokens, salt=order.context.salt)
         self._check_wanted()
-        position = await parts.engine.open_import(spec)
+        if order.source.prefill is not None:  # nothing is computed yet: better late than for nothing
+            position = await parts.room.open(parts.engine, spec, self._check_wanted)
+        else:
+            position = await parts.engine.open_import(spec)
         self._check_wanted()
         self._prefix = self._entry.names.prefix(position)
         return Want(

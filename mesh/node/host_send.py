@@ -7,20 +7,24 @@ fails, a run that was paused for it stays a hold.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
+from mesh.errors import InvalidRequest, NotFound
 from mesh.kv.chunks import chunk_ranges, digest_of
 from mesh.kv.codecs import Codec, codec_named
 from mesh.kv.manifest import KvManifest, check_receiver, chosen_codec, make_manifest
 from mesh.kv.slab import KvSlab
 from mesh.kv.transfer import Sender, State
 from mesh.node.host_frames import KvOpen
-from mesh.node.host_ledger import Entry
+from mesh.node.host_ledger import Entry, Phase
 from mesh.node.host_link import Inbox, Link
 from mesh.node.host_sources import Source
 from mesh.node.host_transfer_parts import TransferParts, computed, make_report
 from mesh.node.port import KvReport
+
+_RECOMPUTE_POLL_S = 0.02
 
 OpenSource = Callable[[KvOpen, int], AbstractAsyncContextManager[Source]]
 """Makes the source of an order for a receiver that has the first so many positions, and keeps it while it ships."""
@@ -104,13 +108,26 @@ class _Outgoing:
 
     async def _ship(self, entry: Entry, codec: Codec, stop: int) -> None:
         sender = self._sender
-        slab = await self._parts.engine.export_kv(entry.run_id, sender.position, stop)
+        slab = await self._export(entry, sender.position, stop)
         data, digest = await computed(slab.n_bytes, _encode, codec, slab)
         for frame in sender.chunk(stop, data, digest=digest, prefix_hash=entry.names.prefix(stop)):
             await self._link.send(frame)
         entry.kv_out_bytes += len(data)
         if self._first_chunk_s is None:
             self._first_chunk_s = self._elapsed_s()
+
+    async def _export(self, entry: Entry, start: int, stop: int) -> KvSlab:
+        """KV of a run that may be preempted meanwhile: then its KV is there again when it was recomputed."""
+        engine = self._parts.engine
+        try:
+            return await engine.export_kv(entry.run_id, start, stop)
+        except (InvalidRequest, NotFound):
+            # An engine does not tell of a preemption, nor when what it took is there again.
+            while entry.phase is Phase.RUNNING and await engine.kv_tokens(entry.run_id) < stop:  # noqa: ASYNC110
+                await asyncio.sleep(_RECOMPUTE_POLL_S)
+            if entry.failed is not None:
+                raise entry.failed from None
+        return await engine.export_kv(entry.run_id, start, stop)
 
     def _elapsed_s(self) -> float:
         return self._parts.clock.monotonic_s() - self._started_s

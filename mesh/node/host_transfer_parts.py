@@ -11,6 +11,7 @@ from mesh.identity.signing import SignedRecord
 from mesh.node.engine import Engine, RunId
 from mesh.node.host_frames import KvOpen
 from mesh.node.host_ledger import Ledger
+from mesh.node.host_room import ImportRoom
 from mesh.node.legs import Clock, Signer
 from mesh.node.port import BorderGuard, KvReport
 
@@ -24,7 +25,7 @@ Free = Callable[[RunId], Awaitable[None]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferParts:
     """What both directions work with; owned by the NodeHost. `free` releases a run id in engine and ledger, and
-    finishes even if the caller is cancelled."""
+    finishes even if the caller is cancelled. `room`: where imports wait for KV blocks."""
 
     engine: Engine
     ledger: Ledger
@@ -33,6 +34,7 @@ class TransferParts:
     clock: Clock
     kv_lifetime_s: float
     free: Free
+    room: ImportRoom
 
 
 async def computed(n_bytes: int, work: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:

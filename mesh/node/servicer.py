@@ -19,6 +19,7 @@ from mesh.node.engine import RunId
 from mesh.node.host import NodeHost
 from mesh.node.host_frames import HostFrame
 from mesh.node.port import WorkContext
+from mesh.node.serving_role import ServingRole, serving_role
 from mesh.node.transport import Transport
 from mesh.node.wire import event_to_wire, load_to_wire, order_from_wire, place_to_wire
 from mesh.node.wire_kv import frame_from_wire, frame_to_wire, kv_order_from_wire, report_to_wire
@@ -55,12 +56,20 @@ def check_mover(caller: Place, context: WorkContext) -> None:
 
 class NodeServicer(node_pb2_grpc.NodeServicer):
     """See the module's docstring. `peer_place` raises Unauthenticated where there is no certificate of a node.
-    `transport` is how this node reaches others when it is ordered to move KV; without it such orders are refused."""
+    `transport` is how this node reaches others when it is ordered to move KV; without it such orders are refused.
+    `on_role` hears of a role that placement gave the node."""
 
-    def __init__(self, host: NodeHost, peer_place: PeerPlace, transport: Transport | None = None) -> None:
+    def __init__(
+        self,
+        host: NodeHost,
+        peer_place: PeerPlace,
+        transport: Transport | None = None,
+        on_role: Callable[[ServingRole], None] = lambda role: None,
+    ) -> None:
         self._host = host
         self._peer_place = peer_place
         self._transport = transport
+        self._on_role = on_role
 
     async def Run(
         self, request: node_pb2.RunRequest, context: grpc.aio.ServicerContext
@@ -117,11 +126,25 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             change = asyncio.create_task(self._host.wait_change())
             try:
                 load = await self._host.load()
-                yield node_pb2.WatchLoadResponse(load=load_to_wire(load, draining=self._host.draining))
+                now = load_to_wire(load, draining=self._host.draining, role=self._host.role)
+                yield node_pb2.WatchLoadResponse(load=now)
                 await asyncio.sleep(_LOAD_PAUSE_S)
                 await asyncio.wait((change,), timeout=_LOAD_PERIOD_S - _LOAD_PAUSE_S)
             finally:
                 change.cancel()
+
+    async def SetRole(
+        self, request: node_pb2.SetRoleRequest, context: grpc.aio.ServicerContext
+    ) -> node_pb2.SetRoleResponse:
+        caller = self._caller(context)
+        if caller.role is not Role.PLACEMENT:
+            raise PolicyDenied(
+                f"{caller.node_id} is no placement service, it cannot give roles", rule="role", node=caller.node_id
+            )
+        role = serving_role(request.role)
+        before = self._host.set_role(role)
+        self._on_role(role)
+        return node_pb2.SetRoleResponse(previous_role=before.value)
 
     async def Probe(self, request: node_pb2.ProbeRequest, context: grpc.aio.ServicerContext) -> node_pb2.ProbeResponse:
         self._caller(context)

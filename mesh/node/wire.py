@@ -23,6 +23,7 @@ from mesh.node.port import (
     WorkContext,
 )
 from mesh.node.sampling import MAX_LOGPROBS, SamplingParams
+from mesh.node.serving_role import ServingRole
 from mesh.v1 import common_pb2, node_pb2
 
 _REASONS = {
@@ -236,7 +237,7 @@ def _tokens_from_wire(message: node_pb2.NewTokens) -> PortTokens:
     return PortTokens(ids, tuple(logprobs))
 
 
-def load_to_wire(load: EngineLoad, *, draining: bool) -> node_pb2.NodeLoad:
+def load_to_wire(load: EngineLoad, *, draining: bool, role: ServingRole = ServingRole.BOTH) -> node_pb2.NodeLoad:
     """What other nodes are told of an engine's load; the engine's own totals stay here."""
     return node_pb2.NodeLoad(
         running=load.running,
@@ -247,11 +248,12 @@ def load_to_wire(load: EngineLoad, *, draining: bool) -> node_pb2.NodeLoad:
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         decode_tokens_per_s=load.decode_tokens_per_s,
         draining=draining,
+        role=role.value,
     )
 
 
 def load_from_wire(message: node_pb2.NodeLoad) -> EngineLoad:
-    """Protobuf to dataclass; `draining` is the message's own."""
+    """Protobuf to dataclass; `draining` and `role` are the message's own."""
     return EngineLoad(
         running=message.running,
         waiting=message.waiting,

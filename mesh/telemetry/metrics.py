@@ -38,6 +38,7 @@ class Shape(Enum):
     CORE = "core"
     SPLIT = "split"
     OFFLOAD = "offload"
+    DISAGGREGATED = "disaggregated"
 
 
 class MoveCause(Enum):

@@ -155,7 +155,7 @@ class RevokeKeyResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeView(_message.Message):
-    __slots__ = ("node_id", "tier", "site", "region", "jurisdiction", "state", "address", "models", "running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "age_s", "rtt_s", "goodput_bytes_per_s", "draining")
+    __slots__ = ("node_id", "tier", "site", "region", "jurisdiction", "state", "address", "models", "running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "age_s", "rtt_s", "goodput_bytes_per_s", "draining", "role")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +175,7 @@ class NodeView(_message.Message):
     RTT_S_FIELD_NUMBER: _ClassVar[int]
     GOODPUT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     tier: str
     site: str
@@ -194,7 +195,8 @@ class NodeView(_message.Message):
     rtt_s: float
     goodput_bytes_per_s: float
     draining: bool
-    def __init__(self, node_id: _Optional[str] = ..., tier: _Optional[str] = ..., site: _Optional[str] = ..., region: _Optional[str] = ..., jurisdiction: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[NodeModel, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., age_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., draining: _Optional[bool] = ...) -> None: ...
+    role: str
+    def __init__(self, node_id: _Optional[str] = ..., tier: _Optional[str] = ..., site: _Optional[str] = ..., region: _Optional[str] = ..., jurisdiction: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[NodeModel, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., age_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., role: _Optional[str] = ...) -> None: ...
 
 class NodeModel(_message.Message):
     __slots__ = ("id", "weights_dtype", "max_context_tokens", "layout_hash", "weights_lineage", "digest", "kv_bytes_per_token")
@@ -269,3 +271,17 @@ class MigrateResponse(_message.Message):
     kv_tokens: int
     pause_s: float
     def __init__(self, from_node_id: _Optional[str] = ..., to_node_id: _Optional[str] = ..., kv_wire_bytes: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., pause_s: _Optional[float] = ...) -> None: ...
+
+class SetNodeRoleRequest(_message.Message):
+    __slots__ = ("node_id", "role")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    role: str
+    def __init__(self, node_id: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
+
+class SetNodeRoleResponse(_message.Message):
+    __slots__ = ("previous_role",)
+    PREVIOUS_ROLE_FIELD_NUMBER: _ClassVar[int]
+    previous_role: str
+    def __init__(self, previous_role: _Optional[str] = ...) -> None: ...

@@ -510,6 +510,11 @@ class MeshViewStub:
                 request_serializer=mesh_dot_v1_dot_admin__pb2.MigrateRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_admin__pb2.MigrateResponse.FromString,
                 _registered_method=True)
+        self.SetNodeRole = channel.unary_unary(
+                '/mesh.v1.MeshView/SetNodeRole',
+                request_serializer=mesh_dot_v1_dot_admin__pb2.SetNodeRoleRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_admin__pb2.SetNodeRoleResponse.FromString,
+                _registered_method=True)
 
 
 class MeshViewServicer:
@@ -537,6 +542,13 @@ class MeshViewServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetNodeRole(self, request, context):
+        """Change which half of a request a core node does. Running requests go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshViewServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -554,6 +566,11 @@ def add_MeshViewServicer_to_server(servicer, server):
                     servicer.Migrate,
                     request_deserializer=mesh_dot_v1_dot_admin__pb2.MigrateRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_admin__pb2.MigrateResponse.SerializeToString,
+            ),
+            'SetNodeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetNodeRole,
+                    request_deserializer=mesh_dot_v1_dot_admin__pb2.SetNodeRoleRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_admin__pb2.SetNodeRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -638,6 +655,33 @@ class MeshView:
             '/mesh.v1.MeshView/Migrate',
             mesh_dot_v1_dot_admin__pb2.MigrateRequest.SerializeToString,
             mesh_dot_v1_dot_admin__pb2.MigrateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetNodeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mesh.v1.MeshView/SetNodeRole',
+            mesh_dot_v1_dot_admin__pb2.SetNodeRoleRequest.SerializeToString,
+            mesh_dot_v1_dot_admin__pb2.SetNodeRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

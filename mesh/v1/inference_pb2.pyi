@@ -15,11 +15,13 @@ class PlanShape(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PLAN_SHAPE_CORE: _ClassVar[PlanShape]
     PLAN_SHAPE_SPLIT: _ClassVar[PlanShape]
     PLAN_SHAPE_OFFLOAD: _ClassVar[PlanShape]
+    PLAN_SHAPE_DISAGGREGATED: _ClassVar[PlanShape]
 PLAN_SHAPE_UNSPECIFIED: PlanShape
 PLAN_SHAPE_LOCAL: PlanShape
 PLAN_SHAPE_CORE: PlanShape
 PLAN_SHAPE_SPLIT: PlanShape
 PLAN_SHAPE_OFFLOAD: PlanShape
+PLAN_SHAPE_DISAGGREGATED: PlanShape
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")

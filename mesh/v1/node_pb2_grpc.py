@@ -65,6 +65,11 @@ class NodeStub:
                 request_serializer=mesh_dot_v1_dot_node__pb2.WatchLoadRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_node__pb2.WatchLoadResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/mesh.v1.Node/SetRole',
+                request_serializer=mesh_dot_v1_dot_node__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_node__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
         self.Probe = channel.unary_unary(
                 '/mesh.v1.Node/Probe',
                 request_serializer=mesh_dot_v1_dot_node__pb2.ProbeRequest.SerializeToString,
@@ -119,6 +124,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Change which half of a request this node does. For placement only; what runs goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Probe(self, request, context):
         """Echo, to measure round trip and goodput.
         """
@@ -158,6 +170,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.WatchLoad,
                     request_deserializer=mesh_dot_v1_dot_node__pb2.WatchLoadRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_node__pb2.WatchLoadResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=mesh_dot_v1_dot_node__pb2.SetRoleRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_node__pb2.SetRoleResponse.SerializeToString,
             ),
             'Probe': grpc.unary_unary_rpc_method_handler(
                     servicer.Probe,
@@ -328,6 +345,33 @@ class Node:
             '/mesh.v1.Node/WatchLoad',
             mesh_dot_v1_dot_node__pb2.WatchLoadRequest.SerializeToString,
             mesh_dot_v1_dot_node__pb2.WatchLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mesh.v1.Node/SetRole',
+            mesh_dot_v1_dot_node__pb2.SetRoleRequest.SerializeToString,
+            mesh_dot_v1_dot_node__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

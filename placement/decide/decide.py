@@ -21,7 +21,7 @@ from placement.decide.types import Candidate, IntArray, PlacementRequest, Plan, 
 from placement.decide.ways import find_ways, rank
 from placement.policy.rules import DataKind, Policy
 
-_PAIRS = (PlanShape.SPLIT, PlanShape.OFFLOAD)
+_PAIRS = (PlanShape.SPLIT, PlanShape.OFFLOAD, PlanShape.DISAGGREGATED)
 
 
 def decide(

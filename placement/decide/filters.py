@@ -21,6 +21,7 @@ _DECODES_AT = {
     PlanShape.SPLIT: Tier.EDGE,
     PlanShape.CORE: Tier.CORE,
     PlanShape.OFFLOAD: Tier.CORE,
+    PlanShape.DISAGGREGATED: Tier.CORE,
 }
 
 

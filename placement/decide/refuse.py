@@ -22,6 +22,7 @@ _WORDS = {
     Reason.WISH: "not what the placement wish asks for",
     Reason.UNREACHABLE_FROM_ENTRY: "not reachable from this entry",
     Reason.EXCLUDED: "failed this request before",
+    Reason.ROLE: "prefill or decode only, and no node is there for the other half",
 }
 
 
@@ -33,9 +34,13 @@ def in_words(reason: Reason) -> str:
 def all_bits(snapshot: Snapshot, request: PlacementRequest, filtered: Filtered) -> IntArray:
     """Reason bits of every node, the wish included, shape [n_nodes]; 0 for those that play a part in some way."""
     bits = filtered.run.copy()
-    if request.wish != Wish():
+    halves = ~snapshot.tier_edge & ~(snapshot.prefills & snapshot.decodes)
+    if request.wish != Wish() or halves.any():
         part = _parts(snapshot, request, filtered, filtered.run == 0)
-        bits[~part & (~filtered.wished | (bits == 0))] |= Reason.WISH.value
+        if request.wish != Wish():
+            bits[~part & (~filtered.wished | (bits == 0))] |= Reason.WISH.value
+        # Only half of a request is its to do, and nobody is there for the other one.
+        bits[~part & halves & (bits == 0)] |= Reason.ROLE.value
     return bits
 
 

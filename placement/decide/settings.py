@@ -51,6 +51,16 @@ class DecideSettings:
     late_cost_ratio: float = 4.0
     """Seconds of cost for each second that a prediction misses the caller's latency wish or deadline."""
 
+    interference_ratio: float = 1.0
+    """Where nodes have roles of their own: cost in seconds of each second that a prefill takes, for each request that
+    decodes at the same node and stands still or slows down meanwhile."""
+
+    same_site_rtt_s: float = 0.001
+    """Round trip between two nodes of one site that the entry sees from afar: a switch between them."""
+
+    same_site_goodput_bytes_per_s: float = 1.25e8
+    """Least goodput assumed between two nodes of one site: 1 Gbit/s."""
+
     near_best_ratio: float = 0.02
     """Candidates within this of the best are tied; one is drawn, so that a burst does not hit one node."""
 

@@ -27,6 +27,7 @@ class PlanShape(Enum):
     CORE = 2  # the core does all
     SPLIT = 3  # the core prefills, KV moves, the edge decodes
     OFFLOAD = 4  # the edge starts, KV moves, the core goes on
+    DISAGGREGATED = 5  # one core node prefills, KV moves, another core node decodes
 
 
 class Reason(IntFlag):
@@ -42,6 +43,7 @@ class Reason(IntFlag):
     WISH = 128  # the caller's placement wish excludes it
     UNREACHABLE_FROM_ENTRY = 256  # neither dialled nor attached
     EXCLUDED = 512  # tried before in this request and failed
+    ROLE = 1024  # its role (prefill, decode) does half of a request, and no other node does the other half
 
 
 class Shipment(Enum):
@@ -105,6 +107,8 @@ class Snapshot:
     rtt_s: FloatArray
     goodput_bytes_per_s: FloatArray
     cached_tokens: IntArray  # prefix hit of this request where known, else 0
+    prefills: BoolArray  # its role lets it prefill whole prompts
+    decodes: BoolArray  # its role lets it generate
     codecs: CodecTable | None = None  # None: CodecTable.plain
     prefill_token_s: FloatArray | None = None  # of a token at position 0; 0: not measured, the speed counts
     prefill_growth_s: FloatArray | None = None  # and more for each position before it
@@ -146,6 +150,7 @@ class PlacementRequest:
     deadline_s: float | None = None
     wish: Wish = Wish()
     exclude: frozenset[str] = frozenset()  # node ids that failed this request already
+    brings_kv: bool = False  # it runs already and its KV comes along: the target need not prefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,13 @@ from placement.decide.scores import NodeTimes, Predicted, score_offload, score_s
 from placement.decide.settings import DecideSettings
 from placement.decide.ship import score_split
 from placement.decide.types import BoolArray, Candidate, IntArray, PlacementRequest, PlanShape, Snapshot
+from placement.decide.ways_disaggregated import (
+    disaggregated_rows,
+    does_all,
+    interference_s,
+    score_disaggregated,
+    with_harm,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,12 +29,13 @@ class Ways:
     core: IntArray
     split: tuple[IntArray, IntArray]  # prefill, decode
     offload: tuple[IntArray, IntArray]  # start, then
+    disaggregated: tuple[IntArray, IntArray]  # prefill, decode; see placement.decide.ways_disaggregated
 
     def nodes(self, n_nodes: int) -> BoolArray:
         """Nodes that play a part in some way, shape [n_nodes]."""
         part = np.zeros(n_nodes, dtype=np.bool_)
         part[self.local] = part[self.core] = True
-        for first, then in (self.split, self.offload):
+        for first, then in (self.split, self.offload, self.disaggregated):
             if len(first) and len(then):
                 part[first] = part[then] = True
         return part
@@ -50,9 +58,12 @@ def find_ways(
 
     return Ways(
         local=rows(run & wished & edge, PlanShape.LOCAL),
-        core=rows(run & wished & ~edge, PlanShape.CORE),
-        split=(rows(run & ~edge, PlanShape.SPLIT), rows(movable & paired, PlanShape.SPLIT)),
-        offload=(rows(run & paired, PlanShape.OFFLOAD), rows(movable & ~edge, PlanShape.OFFLOAD)),
+        core=rows(run & wished & ~edge & does_all(snapshot, request), PlanShape.CORE),
+        split=(rows(run & ~edge & snapshot.prefills, PlanShape.SPLIT), rows(movable & paired, PlanShape.SPLIT)),
+        offload=(rows(run & paired, PlanShape.OFFLOAD), rows(movable & ~edge & snapshot.decodes, PlanShape.OFFLOAD)),
+        disaggregated=disaggregated_rows(
+            snapshot, prefill=rows(run & ~edge, PlanShape.DISAGGREGATED), decode=rows(movable, PlanShape.DISAGGREGATED)
+        ),
     )
 
 
@@ -68,7 +79,8 @@ def rank(
 ) -> list[Candidate]:
     """Scored candidates, best first; the best few of each shape. `tie_rank` [n_nodes] orders equals,
     `max_loss_ratio` is what a codec may lose."""
-    single = score_single(times, request, settings)
+    harm_s = interference_s(snapshot, times, settings)
+    single = with_harm(score_single(times, request, settings), harm_s)
     found = [
         *_best_singles(PlanShape.LOCAL, ways.local, single, snapshot, settings, tie_rank),
         *_best_singles(PlanShape.CORE, ways.core, single, snapshot, settings, tie_rank),
@@ -76,11 +88,12 @@ def rank(
     for shape, (first, then), score in (
         (PlanShape.SPLIT, ways.split, partial(score_split, max_loss_ratio=max_loss_ratio)),
         (PlanShape.OFFLOAD, ways.offload, score_offload),
+        (PlanShape.DISAGGREGATED, ways.disaggregated, score_disaggregated),
     ):
         if len(first) and len(then):
             soonest = np.lexsort((tie_rank[first], times.wait_s[first] + times.prefill_s[first]))
             first = first[soonest[: settings.prefill_nodes]]
-            predicted = score(snapshot, times, request, first, then, settings)
+            predicted = with_harm(score(snapshot, times, request, first, then, settings), harm_s[first][:, None])
             names = times.codecs.names
             found.extend(_best_pairs(shape, first, then, predicted, snapshot, settings, tie_rank, names))
     order = {place.node_id: int(r) for place, r in zip(snapshot.places, tie_rank, strict=True)}

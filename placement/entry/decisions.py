@@ -120,7 +120,7 @@ class Decisions:
             raise InvalidRequest(f"the request runs at {here} already", field=request.WhichOneof("target") or "")
         shape = PlanShape.LOCAL if tier is Tier.EDGE else PlanShape.CORE
         wish = Wish(shape=shape, node_id=request.node_id, tier=tier)
-        plan = self._decide(accepted, replace(accepted.placement, wish=wish, exclude=frozenset({here})))
+        plan = self._decide(accepted, replace(accepted.placement, wish=wish, exclude=frozenset({here}), brings_kv=True))
         self._check_kv(accepted, plan.choice.decode)
         return plan.choice.decode.node_id
 

@@ -17,6 +17,7 @@ import numpy as np
 from mesh.errors import InvalidRequest
 from mesh.identity.place import Place, Role, Tier
 from mesh.node.engine import EngineInfo, EngineLoad
+from mesh.node.serving_role import ServingRole, serving_role
 from mesh.v1 import admin_pb2 as admin
 from placement.decide.types import Snapshot
 
@@ -82,6 +83,7 @@ class NodeFacts:
     age_s: float = 0.0
     rtt_s: float | None = None
     goodput_bytes_per_s: float | None = None
+    role: ServingRole = ServingRole.BOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ STABLE_COLUMNS: Mapping[str, Column] = {
 """Columns that change only with a node's place or models."""
 
 LIVE_COLUMNS: Mapping[str, Column] = {
+    "prefills": Column(np.bool_, lambda n: n.role.prefills),
+    "decodes": Column(np.bool_, lambda n: n.role.decodes),
     "ready": Column(np.bool_, lambda n: n.state is NodeState.READY),
     "draining": Column(np.bool_, lambda n: n.draining),
     "reachable": Column(np.bool_, lambda n: n.reachable),
@@ -211,13 +215,14 @@ def _node_to_wire(node: NodeFacts) -> admin.NodeView:
         rtt_s=node.rtt_s or 0.0,
         goodput_bytes_per_s=node.goodput_bytes_per_s or 0.0,
         draining=node.draining,
+        role=node.role.value,
     )
 
 
 def from_wire(snapshot: admin.Snapshot, *, mesh: str) -> tuple[NodeFacts, ...]:
     """Facts out of a pushed snapshot. Link figures are the pusher's, so they are left out; the receiver measures its
-    own. Nodes that this build cannot read (a tier or state that it does not know) are left out too: it gives them no
-    work."""
+    own. Nodes that this build cannot read (a tier, state or role that it does not know) are left out too: it gives
+    them no work."""
     facts = (_node_from_wire(view, mesh) for view in snapshot.nodes)
     return tuple(node for node in facts if node is not None)
 
@@ -234,6 +239,7 @@ def _node_from_wire(view: admin.NodeView, mesh: str) -> NodeFacts | None:
             node_id=view.node_id,
         )
         state = NodeState(view.state)
+        role = serving_role(view.role)
     except (ValueError, InvalidRequest):
         return None
     return NodeFacts(
@@ -252,4 +258,5 @@ def _node_from_wire(view: admin.NodeView, mesh: str) -> NodeFacts | None:
         ),
         draining=view.draining,
         age_s=view.age_s,
+        role=role,
     )

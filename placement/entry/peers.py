@@ -22,8 +22,10 @@ from mesh.errors import MeshError, NodeUnreachable
 from mesh.node.engine import EngineLoad
 from mesh.node.grpc_port import GrpcPort
 from mesh.node.port import Peer, PortEvent, RunOrder
+from mesh.node.serving_role import ServingRole, serving_role
 from mesh.node.wire import load_from_wire
 from mesh.process import background
+from mesh.rpc.errors import translate_rpc_errors
 from mesh.telemetry.log import get_logger
 from mesh.v1 import node_pb2, node_pb2_grpc
 from placement.entry.link_model import LEAST_BYTES, LinkModel
@@ -50,6 +52,7 @@ class LinkFacts:
     load: EngineLoad | None
     draining: bool
     load_age_s: float | None
+    role: ServingRole | None  # None: not heard
 
 
 class _CountedPort(GrpcPort):
@@ -92,6 +95,7 @@ class PeerLink:
         self._load: EngineLoad | None = None
         self._draining = False
         self._load_at_s: float | None = None
+        self._role: ServingRole | None = None
         self._tasks = [background(self._probe_forever(), f"probe:{peer.place.node_id}")]
         if watch_load:
             self._tasks.append(background(self._watch_load_forever(), f"load:{peer.place.node_id}"))
@@ -110,12 +114,20 @@ class PeerLink:
             load=self._load,
             draining=self._draining,
             load_age_s=age,
+            role=self._role,
         )
 
     def saw_transfer(self, wire_bytes: int, duration_s: float) -> None:
         """Learn from a real transfer over this link."""
         self._model.saw_transfer(wire_bytes, duration_s, now_s=time.monotonic())
         self._on_news()
+
+    async def set_role(self, role: ServingRole) -> ServingRole:
+        """Give the node a role; returns the one before. Raises what the node says, or NodeUnreachable."""
+        request = node_pb2.SetRoleRequest(role=role.value)
+        with translate_rpc_errors(self.peer.place.node_id):
+            response = await self._stub.SetRole(request, timeout=_PROBE_TIMEOUT_S)
+        return serving_role(response.previous_role)
 
     async def close(self) -> None:
         """At once; what runs over it fails."""
@@ -179,7 +191,9 @@ class PeerLink:
                     failures = 0
                     self._load = load_from_wire(response.load)
                     self._draining = response.load.draining
-                    first = self._load_at_s is None
+                    role = serving_role(response.load.role)
+                    first = self._load_at_s is None or role is not self._role
+                    self._role = role
                     self._load_at_s = time.monotonic()
                     self._on_news()
                     if first or self._draining:

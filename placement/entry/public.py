@@ -19,7 +19,7 @@ from mesh.rpc.server import Listener, add_health, add_reflection, public_server
 from mesh.v1 import admin_pb2_grpc as admin_grpc
 from mesh.v1 import inference_pb2_grpc as pb_grpc
 from placement.entry.front_door import FrontDoor
-from placement.entry.servicer import InferenceServicer, MeshViewServicer, RequestMover, SnapshotSource
+from placement.entry.servicer import InferenceServicer, MeshViewServicer, RequestMover, RoleGiver, SnapshotSource
 
 SERVICES = ("mesh.v1.Inference", "mesh.v1.MeshView", "grpc.health.v1.Health")
 
@@ -33,6 +33,7 @@ def public_listener(
     mover: RequestMover,
     directory: Callable[[], TenantDirectory],
     more_services: Sequence[str] = (),
+    roles: RoleGiver | None = None,
 ) -> tuple[Listener, health_aio.HealthServicer]:
     """Bound, not started, with what its health service says; plain text on loopback, TLS with the node's certificate
     elsewhere. `more_services` are named in reflection; the caller adds their servicers."""
@@ -42,7 +43,7 @@ def public_listener(
         interceptors=(Authenticator(directory),),
     )
     pb_grpc.add_InferenceServicer_to_server(InferenceServicer(door, _caller), listener.server)
-    admin_grpc.add_MeshViewServicer_to_server(MeshViewServicer(source, mover, _caller), listener.server)
+    admin_grpc.add_MeshViewServicer_to_server(MeshViewServicer(source, mover, _caller, roles), listener.server)
     health = add_health(listener.server)
     add_reflection(listener.server, (*SERVICES, *more_services))
     return listener, health

@@ -36,7 +36,7 @@ class Phase(Enum):
     """States of the runner."""
 
     NEW = "new"  # nothing yet
-    FETCHING = "fetching"  # a prefill and its KV transfer are under way (split); no run
+    FETCHING = "fetching"  # a prefill and its KV transfer are under way (split, disaggregated); no run
     RUNNING = "running"  # a run makes tokens
     MOVING = "moving"  # a run makes tokens while its KV is shipped
     PAUSED = "paused"  # the source run became a hold; the transfer is not done
@@ -47,7 +47,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Where to start, and where to go on by KV: a split fetches KV from `first` to `then`, an offload moves on."""
+    """Where to start, and where to go on by KV: a split and a disaggregated way fetch KV from `first` to `then`, an
+    offload moves on."""
 
     shape: PlanShape
     first: str
@@ -149,7 +150,7 @@ class Legs:
         self._home = self._home or way.first
         self._offload_to = way.then if way.shape is PlanShape.OFFLOAD and way.then != way.first else ""
         token_ids = self._token_ids()
-        if way.shape is PlanShape.SPLIT and way.then != way.first and len(token_ids) > 1:
+        if way.shape in (PlanShape.SPLIT, PlanShape.DISAGGREGATED) and way.then != way.first and len(token_ids) > 1:
             self._release_kept()
             # All but the last token: the target has to decode one, since logits do not travel.
             source = (way.first, self._next_run())

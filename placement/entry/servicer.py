@@ -8,7 +8,9 @@ from typing import Protocol
 
 import grpc.aio
 
+from mesh.errors import NotImplementedHere
 from mesh.identity.principal import Principal
+from mesh.node.serving_role import ServingRole, serving_role
 from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import admin_pb2_grpc as admin_grpc
 from mesh.v1 import inference_pb2 as pb
@@ -63,12 +65,23 @@ class RequestMover(Protocol):
     async def migrate(self, principal: Principal, request: admin.MigrateRequest) -> admin.MigrateResponse: ...
 
 
+class RoleGiver(Protocol):
+    """Gives core nodes their roles."""
+
+    async def set_role(self, node_id: str, role: ServingRole) -> ServingRole:
+        """Returns the role before."""
+        ...
+
+
 class MeshViewServicer(admin_grpc.MeshViewServicer):
     """The mesh as this entry sees it."""
 
-    def __init__(self, source: SnapshotSource, mover: RequestMover, authenticate: Authenticate) -> None:
+    def __init__(
+        self, source: SnapshotSource, mover: RequestMover, authenticate: Authenticate, roles: RoleGiver | None = None
+    ) -> None:
         self._source = source
         self._mover = mover
+        self._roles = roles
         self._authenticate = authenticate
 
     async def GetSnapshot(
@@ -85,3 +98,12 @@ class MeshViewServicer(admin_grpc.MeshViewServicer):
 
     async def Migrate(self, request: admin.MigrateRequest, context: grpc.aio.ServicerContext) -> admin.MigrateResponse:
         return await self._mover.migrate(self._authenticate(context), request)
+
+    async def SetNodeRole(
+        self, request: admin.SetNodeRoleRequest, context: grpc.aio.ServicerContext
+    ) -> admin.SetNodeRoleResponse:
+        role = serving_role(request.role or "?")  # an empty word is no wish
+        if self._roles is None:
+            raise NotImplementedHere("a site's entry gives no roles to nodes: ask the placement service")
+        before = await self._roles.set_role(request.node_id, role)
+        return admin.SetNodeRoleResponse(previous_role=before.value)

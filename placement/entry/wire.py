@@ -19,6 +19,7 @@ _SHAPES = {
     PlanShape.CORE: pb.PLAN_SHAPE_CORE,
     PlanShape.SPLIT: pb.PLAN_SHAPE_SPLIT,
     PlanShape.OFFLOAD: pb.PLAN_SHAPE_OFFLOAD,
+    PlanShape.DISAGGREGATED: pb.PLAN_SHAPE_DISAGGREGATED,
 }
 _MOST_CANDIDATES = 8
 
@@ -82,6 +83,7 @@ def _legs(candidate: Candidate) -> list[pb.PlanLeg]:
         PlanShape.CORE: (("run", then),),
         PlanShape.SPLIT: (("prefill", first), ("move_kv", then), ("decode", then)),
         PlanShape.OFFLOAD: (("run", first), ("move_kv", then), ("decode", then)),
+        PlanShape.DISAGGREGATED: (("prefill", first), ("move_kv", then), ("decode", then)),
     }[candidate.shape]
     return [pb.PlanLeg(kind=kind, node_id=place.node_id, site=place.site) for kind, place in kinds]
 

@@ -25,6 +25,7 @@ class Membership:
         self._registration = registration
         self._ready = True
         self._missing = False  # the last heartbeat failed
+        self._changed = False  # the registry has older facts
         self._beat_now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -37,6 +38,12 @@ class Membership:
     def set_ready(self, ready: bool) -> None:
         """Readiness is told at once, not at the next beat."""
         self._ready = ready
+        self._beat_now.set()
+
+    def change(self, registration: Registration) -> None:
+        """Other facts of the same node, told at once; a registry that is not there hears of them when it is back."""
+        self._registration = registration
+        self._changed = True
         self._beat_now.set()
 
     async def leave(self) -> None:
@@ -64,6 +71,9 @@ class Membership:
         """One heartbeat; seconds until the next. Whatever the registry says, the node goes on trying: it is at worst
         critical for a while."""
         try:
+            if self._changed:
+                await self._registry.register(self._registration)
+                self._changed = False
             await self._registry.heartbeat(self._registration.node_id, ready=self._ready)
         except NotFound:
             log.warning("registering_again")

@@ -11,9 +11,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mesh.errors import MeshError, NodeUnreachable, NotFound
+from mesh.errors import InvalidRequest, MeshError, NodeUnreachable, NotFound, UnknownNode
 from mesh.identity.place import Place, Role, Tier
 from mesh.node.port import KvReport, NodePort, Peer
+from mesh.node.serving_role import ServingRole
 from mesh.process import background_loop
 from mesh.registry.types import Health, NodesView, RegisteredNode, Registry
 from mesh.rpc.uplink.hub import UplinkHub
@@ -24,7 +25,7 @@ from placement.decide.types import Snapshot
 from placement.entry.mesh_view import IDLE, NodeFacts, NodeState, models_from_wire, to_wire
 from placement.entry.peers import Dial, Peers
 from placement.entry.snapshot_table import SnapshotTable
-from placement.service.registrations import from_registration, to_registration
+from placement.service.registrations import from_registration, role_of, to_registration
 
 log = get_logger(__name__)
 _NEVER_S = 1e9  # age of a load that was never heard
@@ -90,6 +91,21 @@ class MeshState:
 
     # What operators and edges see
 
+    async def set_role(self, node_id: str, role: ServingRole) -> ServingRole:
+        """Give a core node a role; returns the one before. Raises UnknownNode, InvalidRequest for an edge,
+        NodeUnreachable."""
+        node = self._node(node_id)
+        if node is None:
+            raise UnknownNode(f"no node {node_id[:64]!r} in the mesh", field="node_id")
+        if node.place.tier is not Tier.CORE:
+            raise InvalidRequest(f"{node_id} is an edge node: it prefills and decodes for its site", field="node_id")
+        link = self._peers.link(node_id)
+        if link is None:
+            raise NodeUnreachable(f"node {node_id} is not known here", node=node_id)
+        before = await link.set_role(role)
+        log.info("node_role_set", node=node_id, role=role.value, before=before.value)
+        return before
+
     def nodes(self) -> tuple[NodeFacts, ...]:
         """All known nodes, each with the age of its figures."""
         found = (self._node(node_id) for node_id in sorted(self._registered.keys() | self._sessions.keys()))
@@ -137,6 +153,7 @@ class MeshState:
             age_s=_NEVER_S if now.load_age_s is None else now.load_age_s,
             rtt_s=now.rtt_s,
             goodput_bytes_per_s=now.goodput_bytes_per_s,
+            role=now.role or node.facts.role,
         )
 
     def _changed(self) -> None:
@@ -167,6 +184,7 @@ class MeshState:
         for node in view.nodes:
             try:
                 place, models = from_registration(node.registration, mesh=self._place.mesh)
+                role = role_of(node.registration)
             except MeshError as error:
                 log.warning("registration_ignored", node_id=node.registration.node_id, reason=error.reason)
                 continue
@@ -178,6 +196,7 @@ class MeshState:
                     models=models,
                     reachable=False,
                     age_s=_NEVER_S,
+                    role=role,
                 )
                 found[place.node_id] = _Registered(facts, node.health)
         return found

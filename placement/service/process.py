@@ -112,6 +112,7 @@ async def serve(settings: PlacementSettings) -> None:
             mover=_Mover(door, hub, place),
             directory=lambda: tenants.directory,
             more_services=("mesh.v1.Policies", "mesh.v1.Tenants"),
+            roles=state,
         )
         admin_pb2_grpc.add_PoliciesServicer_to_server(PoliciesServicer(policies, tenants), public.server)
         admin_pb2_grpc.add_TenantsServicer_to_server(TenantsServicer(tenants), public.server)

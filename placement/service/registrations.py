@@ -1,4 +1,4 @@
-"""What a node says of itself in the registry: its place, its address and its models, as flat meta pairs.
+"""What a node says of itself in the registry: its place, its address, its models and its role, as flat meta pairs.
 
 The place here is a claim: whoever dials the node has TLS check it against the certificate. Pure.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from mesh.errors import InvalidRequest
 from mesh.identity.place import Place
+from mesh.node.serving_role import ServingRole, serving_role
 from mesh.registry.types import Registration
 from placement.entry.mesh_view import ModelFacts
 
@@ -25,10 +26,16 @@ _MODEL_FIELDS = (
 
 
 def to_registration(
-    place: Place, address: str, models: Iterable[ModelFacts], *, ttl_s: float, health_address: str = ""
+    place: Place,
+    address: str,
+    models: Iterable[ModelFacts],
+    *,
+    ttl_s: float,
+    health_address: str = "",
+    role: ServingRole = ServingRole.BOTH,
 ) -> Registration:
     """A node's registration. At most eight models: meta has 64 pairs."""
-    meta = {"place": place.uri, "protocol": "1"}
+    meta = {"place": place.uri, "protocol": "1", "serving-role": role.value}
     for i, model in enumerate(models):
         meta.update({f"model-{i}-{field}": str(getattr(model, field)) for field in _MODEL_FIELDS})
     return Registration(node_id=place.node_id, address=address, meta=meta, ttl_s=ttl_s, health_address=health_address)
@@ -59,6 +66,11 @@ def from_registration(registration: Registration, *, mesh: str) -> tuple[Place, 
         except (KeyError, ValueError) as exc:
             raise InvalidRequest(f"registration {registration.node_id!r} has a bad {prefix}*", field="meta") from exc
     return place, tuple(models)
+
+
+def role_of(registration: Registration) -> ServingRole:
+    """The node's serving role. Raises InvalidRequest for a word that this build does not know."""
+    return serving_role(registration.meta.get("serving-role", ""))
 
 
 def _count(text: str) -> int:

@@ -204,7 +204,7 @@ class MemoryMesh:
         return NodeFacts(
             place=node.place, address=node.address, state=NodeState.READY if node.up else NodeState.DISCONNECTED,
             models=(replace(ModelFacts.of(info, "0" * 64), kv_bytes_per_token=256),), load=load,
-            draining=node.draining, reachable=node.up, rtt_s=self.rtt_s, goodput_bytes_per_s=1e8,
+            draining=node.draining, reachable=node.up, rtt_s=self.rtt_s, goodput_bytes_per_s=1e8, role=node.host.role,
         )  # fmt: skip
 
     def snapshot_age_s(self) -> float:

@@ -39,6 +39,7 @@ class Node:
     prefill_token_s: float = 0.0
     prefill_growth_s: float = 0.0
     codecs: tuple[str, ...] = ("f16",)
+    role: str = "both"
 
     @property
     def place(self) -> Place:
@@ -115,6 +116,8 @@ def snapshot(nodes: Sequence[Node], entry: str = "", made_s: float = math.nan) -
         rtt_s=floats("rtt_s"),
         goodput_bytes_per_s=floats("goodput_bytes_per_s"),
         cached_tokens=ints("cached_tokens"),
+        prefills=np.array([n.role != "decode" for n in nodes], dtype=np.bool_),
+        decodes=np.array([n.role != "prefill" for n in nodes], dtype=np.bool_),
         codecs=codec_table(nodes),
         prefill_token_s=floats("prefill_token_s"),
         prefill_growth_s=floats("prefill_growth_s"),
