@@ -24,8 +24,10 @@ inline __m128 sums_of(Vec a, Vec b, Vec c, Vec d) {
 template <int C>
 inline void score(const bf16* k, size_t row, const float* q, int dim, float* scores) {
   Vec sums[C][4];
-  for (auto& column : sums)
-    for (auto& sum : column) sum = zero();
+#pragma GCC unroll 3
+  for (int c = 0; c < C; c++)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) sums[c][i] = zero();
   for (int d = 0; d < dim; d += 16)
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; odd++) {
@@ -40,6 +42,7 @@ inline void score(const bf16* k, size_t row, const float* q, int dim, float* sco
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) sums[c][i] = fma(keys[i], load(q + c * dim + d + odd * kLanes), sums[c][i]);
     }
+#pragma GCC unroll 3
   for (int c = 0; c < C; c++)
     _mm_storeu_ps(scores + c * kSpan, sums_of(sums[c][0], sums[c][1], sums[c][2], sums[c][3]));
 }
@@ -48,7 +51,9 @@ inline void score(const bf16* k, size_t row, const float* q, int dim, float* sco
 template <int C>
 inline void weigh(const KeysValues& kv, int first, int n, int dim, int d, const float* weights, float* out) {
   Vec sums[C][4];
+#pragma GCC unroll 3
   for (int c = 0; c < C; c++)
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) sums[c][i] = load(out + c * dim + d + i * kLanes);
   for (int at = 0; at < n; at += kPoolBlock) {
     const bf16* v = kv.v + kv.block_at(first + at) + d;
@@ -59,13 +64,15 @@ inline void weigh(const KeysValues& kv, int first, int n, int dim, int d, const 
         const Vec even = evens(pairs), odd = odds(pairs);
 #pragma GCC unroll 3
         for (int c = 0; c < C; c++) {
-          const Vec w = _mm256_broadcast_ss(weights + c * kSpan + key);
+          const Vec w = broadcast(weights + c * kSpan + key);
           sums[c][2 * half] = fma(w, even, sums[c][2 * half]);
           sums[c][2 * half + 1] = fma(w, odd, sums[c][2 * half + 1]);
         }
       }
   }
+#pragma GCC unroll 3
   for (int c = 0; c < C; c++)
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) store(out + c * dim + d + i * kLanes, sums[c][i]);
 }
 

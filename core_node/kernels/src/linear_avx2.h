@@ -45,15 +45,20 @@ inline void widen(const char* from, char* to) {
 }
 
 // `R` rows of x with the first `V` times 8 rows of a block of W, to c [R][32]. `fetch(s)` is called before step s.
+// R * V sums, V weights and one x are all the registers there are. Two pointers into x and its row length address any
+// of six rows without arithmetic; a function of its own, since what surrounds it would take registers too.
 template <class Tile, int R, int V, class Fetch>
-inline void rows_product(const float* x, size_t x_row, const char* w, int k_steps, float* c, Fetch fetch) {
+[[gnu::noinline]] void rows_product(const float* x, size_t x_row, const char* w, int k_steps, float* c, Fetch fetch) {
   Vec sums[R][V];
-  for (auto& row : sums)
-    for (auto& sum : row) sum = zero();
-  for (int s = 0; s < k_steps; s++, x += kTileK, w += 2 * Tile::kBytes) {
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) sums[r][v] = zero();
+  const float* x3 = x + 3 * x_row;
+  for (int s = 0; s < k_steps; s++, w += 2 * Tile::kBytes) {
     fetch(s);
 #pragma GCC unroll 2
-    for (int pair = 0; pair < 16; pair++)
+    for (int pair = 0; pair < 16; pair++, x += 2, x3 += 2)
 #pragma GCC unroll 2
       for (int odd = 0; odd < 2; odd++) {
         Vec weights[V];
@@ -61,13 +66,15 @@ inline void rows_product(const float* x, size_t x_row, const char* w, int k_step
         for (int v = 0; v < V; v++) weights[v] = Tile::get(w + v / 2 * Tile::kBytes, pair, odd, v % 2);
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
-          const Vec a = _mm256_broadcast_ss(x + r * x_row + 2 * pair + odd);
+          const Vec a = broadcast((r < 3 ? x + r * x_row : x3 + (r - 3) * x_row) + odd);
 #pragma GCC unroll 4
           for (int v = 0; v < V; v++) sums[r][v] = fma(a, weights[v], sums[r][v]);
         }
       }
   }
+#pragma GCC unroll 6
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int v = 0; v < V; v++) store(c + r * kBlockN + v * kLanes, sums[r][v]);
 }
 
@@ -83,7 +90,7 @@ inline void block_product(int rows, const float* x, size_t x_row, const char* w,
   switch (rows) {
     case 1: return rows_product<Tile, 1, 4>(x, x_row, w, k_steps, c, fetch);
     case 2: return rows_product<Tile, 2, 4>(x, x_row, w, k_steps, c, fetch);
-    case 3: return rows_product<Tile, 3, 4>(x, x_row, w, k_steps, c, fetch);
+    case 3: return halves.template operator()<3>();
     case 4: return halves.template operator()<4>();
     case 5: return halves.template operator()<5>();
     case 6: return halves.template operator()<6>();
@@ -92,46 +99,46 @@ inline void block_product(int rows, const float* x, size_t x_row, const char* w,
 
 // All threads of a team: y = x W^T for `m` rows of x. `use(row, rows, block, c)` takes c [rows][32], columns in packed
 // order; `wide` is room for one block in bf16 if W is int8. No barrier at the end.
+//
+// x is taken in panels that stay in the second-level cache, a panel in groups of up to six rows. Of one group alone,
+// a block of W is fetched just ahead of its use; of several, while the block before it is multiplied.
 template <bool Amx, class Use>
 inline void multiply(Team& team, int thread, const Packed& w, const char* x, int m, char* wide, Use use) {
   static_assert(!Amx);
-  constexpr size_t kAhead = 4096;
-  constexpr int kMostRows = 6;
+  constexpr int kMostRows = 6, kAheadBytes = 4096, kPanelBytes = 256 << 10;
   alignas(64) float c[kMostRows * kBlockN];
-  const int k_steps = w.k_steps, n_groups = (m + kMostRows - 1) / kMostRows;
-  const size_t x_row = size_t(k_steps) * kTileK, block_bytes = w.block_bytes(), step_bytes = block_bytes / k_steps;
-  const auto nothing = [](int) {};
-  for (int b = thread; b < w.n_blocks;) {
-    const int next = team.next_ticket();
-    const char *here = w.block(b), *then = w.block(std::min(next, w.n_blocks - 1));
-    // Fetch what the stream holds `kAhead` further on: the rest of this block, then the head of this thread's next.
-    auto fetch = [&](int s) {
-      const size_t at = s * step_bytes + kAhead;
-      const char* p = at < block_bytes ? here + at : then + (at - block_bytes);
-      for (size_t byte = 0; byte < step_bytes; byte += 64) _mm_prefetch(p + byte, _MM_HINT_T0);
+  const int k_steps = w.k_steps, block_bytes = int(w.block_bytes()), step_bytes = block_bytes / k_steps;
+  const size_t x_row = size_t(k_steps) * kTileK;
+  const int panel_groups = std::max(4, int(kPanelBytes / (kMostRows * x_row * 4)));
+  const int n_panels = (m + panel_groups * kMostRows - 1) / (panel_groups * kMostRows), n_items = n_panels * w.n_blocks;
+  auto first_row = [&](int panel) { return int(int64_t(m) * panel / n_panels); };
+  for (int item = thread; item < n_items;) {
+    const int panel = item / w.n_blocks, b = item % w.n_blocks, next = std::min(team.next_ticket(), n_items);
+    const char *here = w.block(b), *then = w.block(next % w.n_blocks);
+    const int end = first_row(panel + 1), n_groups = (end - first_row(panel) + kMostRows - 1) / kMostRows;
+    int fetched = n_groups > 1 ? block_bytes : kAheadBytes;
+    const int fetch_until = n_groups > 1 ? 2 * block_bytes : block_bytes + kAheadBytes;
+    const int lines = (step_bytes / 64 + n_groups - 1) / n_groups;
+    auto fetch = [&](int) {
+      for (int i = 0; i < lines && fetched < fetch_until; i++, fetched += 64)
+        _mm_prefetch(fetched < block_bytes ? here + fetched : then + (fetched - block_bytes), _MM_HINT_T1);
     };
-    if (w.int8 && n_groups > 1)
-      for (int s = 0; s < k_steps; s++) {
-        fetch(s);
-        for (int t = 0; t < 2; t++) widen(here + (2 * s + t) * Int8Tile::kBytes, wide + (2 * s + t) * kTileBytes);
-      }
-    for (int group = 0, row = 0; group < n_groups; group++) {
-      const int rows = (m - row) / (n_groups - group);  // as even as can be: six are the most
+    const bool widened = w.int8 && n_groups > 1;
+    if (widened)
+      for (int tile = 0; tile < 2 * k_steps; tile++) widen(here + tile * Int8Tile::kBytes, wide + tile * kTileBytes);
+    for (int row = first_row(panel), groups = n_groups; groups > 0; groups--) {
+      const int rows = (end - row) / groups;  // as even as can be
       const float* from = (const float*)x + row * x_row;
-      if (w.int8 && n_groups > 1)
-        block_product<Bf16Tile>(rows, from, x_row, wide, k_steps, c, nothing);
-      else if (w.int8)
+      if (w.int8 && !widened)
         block_product<Int8Tile>(rows, from, x_row, here, k_steps, c, fetch);
-      else if (group == 0)
-        block_product<Bf16Tile>(rows, from, x_row, here, k_steps, c, fetch);
       else
-        block_product<Bf16Tile>(rows, from, x_row, here, k_steps, c, nothing);
+        block_product<Bf16Tile>(rows, from, x_row, widened ? wide : here, k_steps, c, fetch);
       if (w.int8)
         for (int i = 0; i < rows * kBlockN; i += kLanes)
           store(c + i, mul(load(c + i), load(w.scales + kBlockN * b + i % kBlockN)));
       use(row, rows, b, c);
       row += rows;
     }
-    b = next;
+    item = next;
   }
 }

@@ -15,6 +15,13 @@ inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 
+// One float in all lanes. The load stays where it is written: GCC gathers them ahead otherwise, and spills sums.
+inline Vec broadcast(const float* p) {
+  Vec x;
+  __asm__ volatile("vbroadcastss %1, %0" : "=x"(x) : "m"(*p));
+  return x;
+}
+
 inline float sum_of(Vec x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
