@@ -39,6 +39,8 @@ class Options(TypedDict, total=False):
     shape: str  # "local", "core", "split", "offload", "disaggregated"
     node_id: str
     site: str
+    codec: str  # of a split's KV
+    shipment: str  # of a split: "ship", or "both" (the head is computed where the tail is sent)
     ttft_s: float
     tpot_s: float
     deadline_s: float
@@ -53,6 +55,19 @@ class Leg:
     kind: str
     node_id: str
     site: str
+    codec: str = ""  # of a move_kv
+    own_tokens: int = 0  # of a move_kv: computed at its target meanwhile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShipOption:
+    """A way to get a prompt's KV to where it is decoded: shipped in `codec` (empty: none is), with the first
+    `own_tokens` computed there; `refused` says why it was not considered."""
+
+    codec: str
+    own_tokens: int
+    ttft_s: float
+    refused: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +84,8 @@ class Decision:
     prompt_tokens: int
     predicted_ttft_s: float
     predicted_total_s: float
+    why: str = ""  # what was weighed between shipping KV and computing it, in a sentence
+    shipping: tuple[ShipOption, ...] = ()
 
     @property
     def node_ids(self) -> tuple[str, ...]:
@@ -109,6 +126,7 @@ class Migration:
     pause_s: float
     transfer_s: float
     recomputed: bool
+    own_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +176,10 @@ _SHAPES: Final = {
     "offload": inference_pb2.PLAN_SHAPE_OFFLOAD,
     "disaggregated": inference_pb2.PLAN_SHAPE_DISAGGREGATED,
 }
+_SHIPMENTS: Final = {
+    "ship": inference_pb2.KV_SHIPMENT_SHIP,
+    "both": inference_pb2.KV_SHIPMENT_BOTH,
+}
 _WORDS: Final[Mapping[int, str]] = {int(number): word for word, number in _SHAPES.items()}
 _REASONS: Final[Mapping[int, FinishReason]] = {
     int(common_pb2.FINISH_REASON_STOP): FinishReason.STOP,
@@ -173,7 +195,7 @@ def generate_request(prompt: Prompt, options: Options) -> inference_pb2.Generate
     request = inference_pb2.GenerateRequest()
     _set_prompt(request, prompt)
     groups = ((request, _TOP_LEVEL), (request.sampling, _SAMPLING))
-    wishes = ((request.placement, ("node_id", "site")), (request.latency, ("ttft_s", "tpot_s", "deadline_s")))
+    wishes = ((request.placement, ("node_id", "site", "codec")), (request.latency, ("ttft_s", "tpot_s", "deadline_s")))
     for message, fields in (*groups, *wishes):
         for field in fields:
             if (value := options.get(field)) is not None:
@@ -184,6 +206,10 @@ def generate_request(prompt: Prompt, options: Options) -> inference_pb2.Generate
         if shape not in _SHAPES:
             raise InvalidRequest(f"shape must be one of {', '.join(_SHAPES)}, got {shape!r}", field="shape")
         request.placement.shape = _SHAPES[shape]
+    if shipment := options.get("shipment"):
+        if shipment not in _SHIPMENTS:
+            raise InvalidRequest(f"shipment must be one of {', '.join(_SHIPMENTS)}, got {shipment!r}", field="shipment")
+        request.placement.shipment = _SHIPMENTS[shipment]
     return request
 
 
@@ -206,13 +232,21 @@ def decision_of(message: inference_pb2.Decision) -> Decision:
         request_id=message.request_id,
         model=message.model,
         shape=shape_word(plan.shape),
-        legs=tuple(Leg(kind=leg.kind, node_id=leg.node_id, site=leg.site) for leg in plan.legs),
+        legs=tuple(
+            Leg(kind=leg.kind, node_id=leg.node_id, site=leg.site, codec=leg.codec, own_tokens=leg.own_tokens)
+            for leg in plan.legs
+        ),
         label=message.label,
         rule=plan.rule,
         policy_version=message.policy_version,
         prompt_tokens=message.prompt_tokens,
         predicted_ttft_s=plan.predicted_ttft_s,
         predicted_total_s=plan.predicted_total_s,
+        why=plan.why,
+        shipping=tuple(
+            ShipOption(codec=o.codec, own_tokens=o.own_tokens, ttft_s=o.ttft_s, refused=o.refused)
+            for o in plan.shipping
+        ),
     )
 
 
@@ -244,6 +278,7 @@ def migration_of(message: inference_pb2.Migration) -> Migration:
         pause_s=message.pause_s,
         transfer_s=message.transfer_s,
         recomputed=message.recomputed,
+        own_tokens=message.own_tokens,
     )
 
 

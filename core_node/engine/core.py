@@ -22,8 +22,9 @@ from core_node.engine.sampler import SampleRow
 from core_node.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from core_node.engine.sequence import Sequence
 from core_node.engine.speed import SpeedMeter
+from core_node.engine.tails import check_tail, join, open_tail
 from mesh.errors import AlreadyExists, Cancelled, Internal, InvalidRequest, MeshError, NotFound
-from mesh.kv.hashing import root_hash
+from mesh.kv.hashing import BLOCK_TOKENS, root_hash
 from mesh.kv.slab import KvSlab
 from mesh.node.engine import (
     EngineInfo,
@@ -36,6 +37,7 @@ from mesh.node.engine import (
     RunSpec,
     Tokens,
 )
+from mesh.node.prefill_curve import PrefillCurve
 from mesh.node.sampling import Sampled
 from mesh.node.stop import TextStream
 
@@ -61,6 +63,11 @@ class _Run:
 class _Hold:
     sequence: Sequence
     max_tokens: int  # positions that may be written; 0 if it is not an import
+    first_position: int = 0  # of a tail without its head; what `sequence.computed` counts from
+
+    @property
+    def leading_tokens(self) -> int:
+        return 0 if self.first_position else self.sequence.computed
 
 
 class EngineCore:
@@ -74,6 +81,7 @@ class EngineCore:
         self._limits = limits
         self._new_stream = new_stream
         self._speed = SpeedMeter()
+        self._prefill_curve = PrefillCurve()
         self._arrivals = 0
         self._reset()
 
@@ -92,7 +100,10 @@ class EngineCore:
         root = root_hash(self.info.geometry.layout_hash, spec.salt)
         hold = None
         if spec.kv_from is not None:
-            hold = self._hold(spec.kv_from).sequence
+            found = self._hold(spec.kv_from)
+            if found.first_position:
+                raise InvalidRequest(f"hold {spec.kv_from} has no head yet", field="kv_from")
+            hold = found.sequence
             check_continues(spec, hold, root)
         self._scheduler.check_room()
         ending = Ending(
@@ -149,42 +160,59 @@ class EngineCore:
 
     def kv_tokens(self, run_id: RunId) -> int:
         """See Engine.kv_tokens."""
-        return self._sequence(run_id).computed
+        hold = self._holds.get(run_id)
+        return hold.leading_tokens if hold is not None else self._sequence(run_id).computed
 
     def export_kv(self, run_id: RunId, start: int, stop: int) -> KvSlab:
         """See Engine.export_kv."""
-        sequence = self._sequence(run_id)
-        if not 0 <= start < stop <= sequence.computed:
-            raise InvalidRequest(f"positions [{start}, {stop}) of {run_id} are not inside [0, {sequence.computed})")
+        sequence, have = self._sequence(run_id), self.kv_tokens(run_id)
+        if not 0 <= start < stop <= have:
+            raise InvalidRequest(f"positions [{start}, {stop}) of {run_id} are not inside [0, {have})")
         return self._runner.pool.read(sequence.blocks, start, stop)
 
     def open_import(self, spec: ImportSpec) -> int:
         """See Engine.open_import."""
         check_import(spec, self.info)
+        check_tail(spec)
         self._check_free(spec.run_id)
         sequence = Sequence(
             run_id=spec.run_id,
             token_ids=list(spec.token_ids),
             root=root_hash(self.info.geometry.layout_hash, spec.salt),
         )
-        self._scheduler.open_hold(sequence)
-        self._holds[spec.run_id] = _Hold(sequence=sequence, max_tokens=spec.max_tokens)
-        return sequence.computed
+        first = spec.first_position
+        if first:
+            open_tail(self._scheduler.pool, sequence, first)
+        else:
+            self._scheduler.open_hold(sequence)
+        self._holds[spec.run_id] = _Hold(sequence=sequence, max_tokens=spec.max_tokens, first_position=first)
+        return first or sequence.computed
 
     def write_kv(self, run_id: RunId, slab: KvSlab) -> None:
         """See Engine.write_kv. A refused write leaves the hold as it was."""
         hold = self._hold(run_id)
-        sequence = hold.sequence
-        if slab.start != sequence.computed:
-            raise InvalidRequest(f"KV of {run_id} goes on at {sequence.computed}, the slab starts at {slab.start}")
+        sequence, first = hold.sequence, hold.first_position
+        if slab.start != first + sequence.computed:
+            raise InvalidRequest(
+                f"KV of {run_id} goes on at {first + sequence.computed}, the slab starts at {slab.start}"
+            )
         if slab.n_tokens == 0:
             raise InvalidRequest("the KV slab is empty")
         if slab.stop > hold.max_tokens:
             raise InvalidRequest(f"the slab ends at {slab.stop}, {hold.max_tokens} positions were announced")
         slab.check(self.info.geometry)
-        self._scheduler.grow_hold(sequence, slab.stop)
-        self._runner.pool.write(sequence.blocks, slab)
-        sequence.computed = slab.stop
+        self._scheduler.grow_hold(sequence, slab.stop - first)
+        self._runner.pool.write([0] * (first // BLOCK_TOKENS) + sequence.blocks, slab)  # no position is below `first`
+        sequence.computed = slab.stop - first
+
+    def join_kv(self, run_id: RunId, head: RunId) -> None:
+        """See Engine.join_kv."""
+        tail, front = self._hold(run_id), self._hold(head)
+        if not tail.first_position or front.first_position:
+            raise InvalidRequest(f"{run_id} is no tail of {head}", field="head")
+        join(tail.sequence, front.sequence, tail.first_position)
+        del self._holds[head]
+        tail.first_position = 0
 
     def cached_tokens(self, token_ids: Seq[int], salt: bytes) -> int:
         """See Engine.cached_tokens."""
@@ -209,6 +237,8 @@ class EngineCore:
             preempted_total=s.preempted_total,
             cached_tokens_total=s.cached_tokens_total,
             prompt_tokens_total=s.prompt_tokens_total,
+            prefill_token_s=self._prefill_curve.token_s,
+            prefill_growth_s=self._prefill_curve.growth_s,
         )
 
     def check_integrity(self) -> None:
@@ -243,9 +273,12 @@ class EngineCore:
             for run in runs:
                 self._end(run, Internal(f"the engine step failed: {type(exc).__name__}"))
             return True
+        duration_s = time.perf_counter() - started
         n_decode = sum(1 for c in chunks if c.n_tokens == 1)
+        if len(chunks) == 1 and not n_decode:
+            self._prefill_curve.add(chunks[0].start, chunks[0].n_tokens, duration_s)
         self._speed.observe(
-            duration_s=time.perf_counter() - started,
+            duration_s=duration_s,
             prefill_tokens=sum(c.n_tokens for c in chunks) - n_decode,
             decode_tokens=n_decode,
         )

@@ -88,6 +88,9 @@ class CoreEngine:
     async def write_kv(self, run_id: RunId, slab: KvSlab) -> None:
         await self._thread.call(lambda core: core.write_kv(run_id, slab))
 
+    async def join_kv(self, run_id: RunId, head: RunId) -> None:
+        await self._thread.call(lambda core: core.join_kv(run_id, head))
+
     async def cached_tokens(self, token_ids: tuple[int, ...], salt: bytes) -> int:
         return await self._thread.call(lambda core: core.cached_tokens(token_ids, salt))
 

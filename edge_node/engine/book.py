@@ -168,6 +168,8 @@ class RunBook:
         hold = self.holds.get(run_id)
         if hold is None:
             raise NotFound(f"there is no hold {run_id!r} to continue", run=run_id)
+        if hold.sequence is not None and hold.sequence.first:
+            raise InvalidRequest(f"hold {run_id!r} has no head yet", field="kv_from")
         known = hold.sequence.token_ids[: hold.sequence.known] if hold.sequence is not None else []
         n = min(len(known), len(spec.token_ids))
         if hold.salt != spec.salt or tuple(known[:n]) != spec.token_ids[:n]:

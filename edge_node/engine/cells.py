@@ -77,6 +77,15 @@ class Cells:
         if target in self._pinned:
             self._pin(index)
 
+    def append(self, source: int, target: int) -> None:
+        """Let `target` hold all positions of `source` too, behind its own."""
+        cells = self._of[source]
+        self._of[target].extend(cells)
+        index = _index(cells)
+        self._holders[index] += 1
+        if target in self._pinned:
+            self._pin(index)
+
     def cut(self, sequence: int, start: int) -> None:
         """Give up positions [start, end)."""
         cells = self._of[sequence][start:]

@@ -19,6 +19,7 @@ from edge_node.engine.schedule import RunState, may_admit, plan_step, step_budge
 from edge_node.engine.speed import SpeedMeter
 from mesh.errors import Internal, MeshError, Overloaded
 from mesh.node.engine import EngineLoad, Prefilled, SelfTest, Tokens
+from mesh.node.prefill_curve import PrefillCurve
 
 _MAX_FAILURES_IN_A_ROW: Final = 3
 _MEASURED_CHUNK_TOKENS: Final = 16  # a smaller chunk says little of prefill speed
@@ -51,6 +52,7 @@ class EngineCore:
         self.book = RunBook(self._store, limits, eos_token_ids=eos_token_ids, new_stream=new_stream)
         self.kv = KvAccess(self.book, self._store, limits)
         self._prefill_speed, self._decode_speed = SpeedMeter(), SpeedMeter()
+        self._prefill_curve = PrefillCurve()
         self._preempted_in_last_step = False
         self._failures_in_a_row = 0
         self._preempted_total = self._cached_total = self._prompt_total = 0
@@ -171,6 +173,8 @@ class EngineCore:
             self._decode_speed.add(1, seconds)
         elif prefill >= _MEASURED_CHUNK_TOKENS:
             self._prefill_speed.add(sum(n_tokens for _, n_tokens in work), seconds)
+            if len(work) == 1:
+                self._prefill_curve.add(work[0][0].computed, prefill, seconds)
 
     def _advance(self, run: Run, item: int) -> None:
         if run.outstanding > 0:
@@ -216,6 +220,8 @@ class EngineCore:
             preempted_total=self._preempted_total,
             cached_tokens_total=self._cached_total,
             prompt_tokens_total=self._prompt_total,
+            prefill_token_s=self._prefill_curve.token_s,
+            prefill_growth_s=self._prefill_curve.growth_s,
         )
 
     def self_test(self) -> SelfTest:
@@ -228,6 +234,7 @@ class EngineCore:
         self._measure_alone(chunk, chunk, n_decode=1)  # first touch of the weights, not measured
         prefill_s, decode_s = self._measure_alone(n_prefill, chunk, n_decode)
         self._prefill_speed.add(n_prefill, prefill_s)
+        self._prefill_curve.add(0, n_prefill, prefill_s)
         self._decode_speed.add(n_decode, decode_s)
         return SelfTest(
             prefill_tokens_per_s=n_prefill / max(prefill_s, 1e-9),

@@ -24,6 +24,7 @@ from edge_node.engine.messages import (
     CheckIntegrity,
     Export,
     GetLoad,
+    Join,
     KvTokens,
     OpenImport,
     Pause,
@@ -155,6 +156,9 @@ class EdgeEngine:
                     if a > slab.start:  # half of a slab is not what the hold was
                         await self.release(run_id)
                     raise
+
+    async def join_kv(self, run_id: RunId, head: RunId) -> None:
+        await self._call(Join(run_id, head))
 
     async def cached_tokens(self, token_ids: tuple[int, ...], salt: bytes) -> int:
         return int(await self._call(CachedTokens(token_ids, salt)))

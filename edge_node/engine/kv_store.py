@@ -21,7 +21,8 @@ _STRIDE = 64  # tokens compared at a time
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """KV of positions [0, length). `token_ids` are the ids known: more than `length` in a run that has yet to
+    """KV of positions [first, first + length). `first` is 0 but for a tail whose head comes later (`join`).
+    `token_ids` are the ids known: more than `length` in a run that has yet to
     compute them, fewer in an import that went beyond what was announced. In a run it is the run's own list."""
 
     id: int
@@ -29,11 +30,22 @@ class Sequence:
     token_ids: list[int]
     length: int = 0
     reserved: int = field(default=0)  # positions promised to it, KV or not
+    first: int = field(default=0)
 
     @property
     def known(self) -> int:
         """Leading positions with KV and a known id: what another sequence may share."""
-        return min(self.length, len(self.token_ids))
+        return min(self.leading, len(self.token_ids))
+
+    @property
+    def leading(self) -> int:
+        """Positions from 0 on that have KV."""
+        return 0 if self.first else self.length
+
+    @property
+    def stop(self) -> int:
+        """One after the last position that has KV."""
+        return self.first + self.length
 
 
 class KvStore:
@@ -193,11 +205,11 @@ class KvStore:
         return parse(blob, self._layout, start, stop)
 
     def append(self, sequence: Sequence, k: Rows, v: Rows) -> None:
-        """Append KV at position `length`; there must be room. On an error the sequence must be dropped.
+        """Append KV at position `stop`; there must be room. On an error the sequence must be dropped.
 
         llama.cpp clears a sequence before it reads into it, so the rows go into the scratch sequence and its cells
         are then tagged as the target's."""
-        start, stop = sequence.length, sequence.length + int(k.shape[1])
+        start, stop = sequence.stop, sequence.stop + int(k.shape[1])
         scratch = self._backend.scratch
         blob = build(self._layout, start, k, v)
         check(blob, self._layout, start, stop)
@@ -209,9 +221,16 @@ class KvStore:
             self._backend.copy(scratch, sequence.id, start, stop)
         finally:
             self._backend.remove(scratch)
-        if self._backend.extent(sequence.id) != (0, stop - 1):
+        if self._backend.extent(sequence.id) != (sequence.first, stop - 1):
             raise Internal(f"after an import llama.cpp has positions {self._backend.extent(sequence.id)}")
         self.extend(sequence, stop - start)
+
+    def join(self, head: Sequence, tail: Sequence) -> None:
+        """Give the cells of `tail`, which begins where `head` ends, to `head`; the tail is gone."""
+        self._backend.copy(tail.id, head.id, tail.first, tail.stop)
+        self._cells.append(tail.id, head.id)
+        head.length, head.token_ids = tail.stop, tail.token_ids
+        self.drop(tail)
 
     # --- integrity ------------------------------------------------------------------------------------------------
 
@@ -224,7 +243,7 @@ class KvStore:
         assert not owned.keys() & set(self._ids), "a sequence id is both free and in use"
         for sequence in owned.values():
             assert self._cells.length(sequence.id) == sequence.length, f"length of sequence {sequence.id} is off"
-            want = (0, sequence.length - 1) if sequence.length else (-1, -1)
+            want = (sequence.first, sequence.stop - 1) if sequence.length else (-1, -1)
             got = self._backend.extent(sequence.id)
             assert got == want, f"llama.cpp has positions {got} of sequence {sequence.id}, we have {want}"
         for unused in (*self._ids, self._backend.scratch):

@@ -117,6 +117,14 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Join:
+    """Put hold `head` in front of the import."""
+
+    run_id: RunId
+    head: RunId
+
+
+@dataclass(frozen=True, slots=True)
 class CachedTokens:
     token_ids: tuple[int, ...]
     salt: bytes
@@ -138,7 +146,17 @@ class CheckIntegrity:
 
 
 Request = (
-    Pause | Release | KvTokens | Export | OpenImport | Write | CachedTokens | GetLoad | RunSelfTest | CheckIntegrity
+    Pause
+    | Release
+    | KvTokens
+    | Export
+    | OpenImport
+    | Write
+    | Join
+    | CachedTokens
+    | GetLoad
+    | RunSelfTest
+    | CheckIntegrity
 )
 
 

@@ -34,6 +34,7 @@ from edge_node.engine.messages import (
     Failure,
     FromChild,
     GetLoad,
+    Join,
     KvTokens,
     OpenImport,
     Pause,
@@ -125,6 +126,8 @@ class Worker:
                 return core.kv.open_import(spec)
             case Write(run_id, start, stop, slot):
                 core.kv.write(run_id, start, *self._arena.rows(slot, self._layout, stop - start))
+            case Join(run_id, head):
+                core.kv.join(run_id, head)
             case CachedTokens(token_ids, salt):
                 return core.kv.cached_tokens(token_ids, salt)
             case GetLoad():

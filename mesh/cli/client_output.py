@@ -131,6 +131,8 @@ def explain_tables(response: inference_pb2.ExplainResponse) -> Iterable[Table | 
             scores.add_row(shape_word(c.shape), c.prefill_node_id, c.decode_node_id, *times)
         yield scores
     yield Text(f"plan: {plan_words(plan)}", style="bold")
+    if plan.why:
+        yield Text(f"  {plan.why}")
     for fallback in plan.fallbacks:
         yield Text(f"  else {plan_words(fallback)}")
     yield Text(
@@ -143,7 +145,13 @@ def explain_tables(response: inference_pb2.ExplainResponse) -> Iterable[Table | 
 
 def plan_words(plan: inference_pb2.Plan) -> str:
     """ "split: prefill core-0, move_kv osaka-0, decode osaka-0"."""
-    return f"{shape_word(plan.shape)}: {', '.join(f'{leg.kind} {leg.node_id}' for leg in plan.legs)}"
+    return f"{shape_word(plan.shape)}: {', '.join(map(_leg_words, plan.legs))}"
+
+
+def _leg_words(leg: inference_pb2.PlanLeg) -> str:
+    how = f" in {leg.codec}" if leg.codec else ""
+    own = f", its first {leg.own_tokens} tokens computed there" if leg.own_tokens else ""
+    return f"{leg.kind} {leg.node_id}{how}{own}"
 
 
 def nodes_table(snapshot: admin_pb2.Snapshot) -> Table:

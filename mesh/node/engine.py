@@ -61,6 +61,8 @@ class EngineLoad:
     preempted_total: int = 0
     cached_tokens_total: int = 0
     prompt_tokens_total: int = 0
+    prefill_token_s: float = 0.0  # of a token at position 0; 0.0: not measured
+    prefill_growth_s: float = 0.0  # and more for each position before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +126,16 @@ RunEvent = Prefilled | Tokens | Finished | Held
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportSpec:
     """Announces KV that will be written. `token_ids` are those that the KV is of (known so far: a moving run
-    may write beyond them, up to `max_tokens` positions)."""
+    may write beyond them, up to `max_tokens` positions).
+
+    `first_position`: only KV from there on comes, a multiple of the block size below the known tokens; what is below
+    is another hold's, which `join_kv` adds. Until then the import has no leading positions."""
 
     run_id: RunId
     token_ids: tuple[int, ...]
     max_tokens: int
     salt: bytes
+    first_position: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +184,19 @@ class Engine(Protocol):
 
     async def open_import(self, spec: ImportSpec) -> int:
         """Start a hold to be filled by write_kv; returns how many leading tokens the prefix cache gave it
-        already (a multiple of the block size; the sender skips them). Raises Overloaded, AlreadyExists."""
+        already (a multiple of the block size; the sender skips them). Raises Overloaded, AlreadyExists.
+
+        With `first_position` the cache gives nothing, and that position is returned."""
         ...
 
     async def write_kv(self, run_id: RunId, slab: KvSlab) -> None:
         """Append: slab.start must equal what the hold has so far. Raises InvalidRequest on a gap or wrong
         shape, NotFound, Overloaded. A failed write leaves the hold as it was, or gone (then NotFound after)."""
+
+    async def join_kv(self, run_id: RunId, head: RunId) -> None:
+        """Put hold `head`, which has KV of exactly [0, first_position), in front of an import: it is one hold then,
+        and `head` is gone. Raises NotFound, or InvalidRequest (other tokens, namespace or length) with both as they
+        were."""
 
     async def cached_tokens(self, token_ids: tuple[int, ...], salt: bytes) -> int:
         """How many leading tokens the prefix cache holds now. No side effects."""

@@ -31,6 +31,7 @@ class HostStatistics:
     holds: int
     transfers: int
     transfers_resumed_total: int = 0
+    kv_own_tokens_total: int = 0  # computed here while KV of the rest came
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class Counters:
     skipped_tokens: int = 0
     holds_expired: int = 0
     resumed: int = 0
+    own_tokens: int = 0
 
     def run_failed(self, error: MeshError) -> None:
         self.run_failures[error.reason] += 1
@@ -62,13 +64,14 @@ class Counters:
         self.sent += 1
         self.sent_bytes += report.wire_bytes
         self.sent_tokens += report.tokens - report.skipped_tokens
-        self.skipped_tokens += report.skipped_tokens
+        self.skipped_tokens += report.skipped_tokens - report.own_tokens
 
     def received_kv(self, report: KvReport) -> None:
         self.received += 1
         self.received_bytes += report.wire_bytes
         self.received_tokens += report.tokens - report.skipped_tokens
-        self.skipped_tokens += report.skipped_tokens
+        self.skipped_tokens += report.skipped_tokens - report.own_tokens
+        self.own_tokens += report.own_tokens
 
     def freeze(self, *, running: int, holds: int, transfers: int) -> HostStatistics:
         return HostStatistics(
@@ -89,4 +92,5 @@ class Counters:
             holds=holds,
             transfers=transfers,
             transfers_resumed_total=self.resumed,
+            kv_own_tokens_total=self.own_tokens,
         )

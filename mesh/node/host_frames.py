@@ -29,6 +29,7 @@ class KvOpen:
     token_ids: tuple[int, ...]
     max_tokens: int
     codec: str
+    own_tokens: int = 0
     token: bytes = field(default=b"", repr=False)  # 32 random bytes; who has them may resume the transfer
 
     @classmethod
@@ -43,6 +44,7 @@ class KvOpen:
             token_ids=order.token_ids,
             max_tokens=order.max_tokens,
             codec=order.codec,
+            own_tokens=order.own_tokens,
             token=token,
         )
 
@@ -59,6 +61,7 @@ class KvOpen:
             token_ids=() if pull else self.token_ids,
             max_tokens=self.max_tokens,
             codec=self.codec,
+            own_tokens=self.own_tokens,
             token=self.token,
         )
 

@@ -19,6 +19,7 @@ from mesh.node.host_checks import check_import
 from mesh.node.host_frames import KvOpen
 from mesh.node.host_ledger import Entry, Phase
 from mesh.node.host_link import Link
+from mesh.node.host_own_head import OwnHead, check_own_tokens
 from mesh.node.host_transfer_parts import TransferParts, computed, make_report
 from mesh.node.port import KvReport
 
@@ -28,12 +29,19 @@ async def receive(parts: TransferParts, order: KvOpen, link: Link) -> KvReport:
     gone and the peer has been told."""
     parts.guard.check_kv(order.context, parts.signer.place)
     room = check_import(order, parts.engine.info)
+    check_own_tokens(order)
+    if order.own_tokens:
+        parts.guard.check_prompt(order.context, parts.signer.place)
     codec = None if order.codec == CANONICAL else codec_named(order.codec)
     if codec is not None:
         codec.check(parts.engine.info.geometry)
     entry = parts.ledger.open(order.target, order.context, Phase.IMPORTING, order.token_ids)
     try:
-        return await _Incoming(parts, replace(order, max_tokens=room), link, entry, codec).run()
+        incoming = _Incoming(parts, replace(order, max_tokens=room), link, entry, codec)
+        try:
+            return await incoming.run()
+        finally:
+            await incoming.drop_head()
     except BaseException:
         await parts.free(order.target)
         raise
@@ -52,6 +60,8 @@ class _Incoming:
         self._started_s = parts.clock.monotonic_s()
         self._first_chunk_s: float | None = None
         self._prefix: bytes | None = None
+        self._head: OwnHead | None = None
+        self._own_tokens = 0
         self._receiver = Receiver(
             Limits(
                 max_tokens=order.max_tokens,
@@ -73,6 +83,12 @@ class _Incoming:
                     await self._write(chunk)
                 case Committed() as committed:
                     return await self._finish(committed)
+
+    async def drop_head(self) -> None:
+        """Free what was computed here and not joined."""
+        if self._head is not None:
+            head, self._head = self._head, None
+            await head.drop()
 
     @property
     def _agreed_codec(self) -> Codec:
@@ -110,11 +126,15 @@ class _Incoming:
             known = known[:-1]
         spec = ImportSpec(run_id=order.target, token_ids=known, max_tokens=order.max_tokens, salt=order.context.salt)
         self._check_wanted()
+        if order.own_tokens and await parts.engine.cached_tokens(known, order.context.salt) < order.own_tokens:
+            spec = replace(spec, first_position=order.own_tokens)
         if order.source.prefill is not None:  # nothing is computed yet: better late than for nothing
             position = await parts.room.open(parts.engine, spec, self._check_wanted)
         else:
             position = await parts.engine.open_import(spec)
         self._check_wanted()
+        if spec.first_position:
+            self._head, self._own_tokens = OwnHead(parts, order), order.own_tokens
         self._prefix = self._entry.names.prefix(position)
         return Want(
             from_position=position,
@@ -130,6 +150,8 @@ class _Incoming:
             raise Cancelled(f"{self._order.target!r} was released while its KV arrived")
 
     async def _write(self, chunk: ChunkVerified) -> None:
+        if self._head is not None and self._head.failed:
+            await self._head.join()  # raises why
         slab = await computed(len(chunk.data), self._decode, chunk)
         await self._parts.engine.write_kv(self._order.target, slab)
         self._prefix = chunk.prefix_hash
@@ -148,6 +170,9 @@ class _Incoming:
 
     async def _finish(self, committed: Committed) -> KvReport:
         receiver, entry = self._receiver, self._entry
+        if self._head is not None:
+            await self._head.join()
+            self._head = None
         kv_tokens = await self._parts.engine.kv_tokens(self._order.target)
         self._check_wanted()
         if kv_tokens != committed.stop or self._prefix is None:
@@ -164,6 +189,7 @@ class _Incoming:
             duration_s=self._elapsed_s(),
             first_chunk_s=self._first_chunk_s,
             leg=committed.leg,
+            own_tokens=self._own_tokens,
         )
 
     def _elapsed_s(self) -> float:

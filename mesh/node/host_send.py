@@ -80,6 +80,7 @@ class _Outgoing:
             duration_s=self._elapsed_s(),
             first_chunk_s=self._first_chunk_s,
             leg=source.leg(),
+            own_tokens=self._order.own_tokens if sender.first_wanted == self._order.own_tokens else 0,
         )
 
     def _agreed_codec(self) -> Codec:

@@ -55,6 +55,7 @@ def make_report(
     duration_s: float,
     first_chunk_s: float | None,
     leg: SignedRecord | None,
+    own_tokens: int = 0,
 ) -> KvReport:
     """The report of a transfer that is done; `first_chunk_s` is None if nothing had to travel."""
     return KvReport(
@@ -66,4 +67,5 @@ def make_report(
         duration_s=duration_s,
         first_chunk_s=duration_s if first_chunk_s is None else first_chunk_s,  # nothing had to travel
         leg=leg,
+        own_tokens=own_tokens,
     )

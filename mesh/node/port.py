@@ -106,7 +106,10 @@ class KvSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOrder:
-    """Order to the dialling node: move KV between itself and `peer`; it arrives there (or here) as hold `target`."""
+    """Order to the dialling node: move KV between itself and `peer`; it arrives there (or here) as hold `target`.
+
+    With `own_tokens` (a multiple of the block size below the known tokens; not for a running source) the receiver
+    computes positions [0, own_tokens) itself while the rest comes."""
 
     context: WorkContext
     transfer_id: str
@@ -117,6 +120,7 @@ class KvOrder:
     token_ids: tuple[int, ...]  # known so far
     max_tokens: int
     codec: str  # "f16", "q8_0", or mesh.kv.manifest.CANONICAL
+    own_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +133,8 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvReport:
-    """What a finished transfer moved. `wire_bytes` are codec bytes, `skipped_tokens` the receiver had already.
+    """What a finished transfer moved. `wire_bytes` are codec bytes, `skipped_tokens` the receiver had already,
+    or computed itself meanwhile: `own_tokens` of them.
     `leg` is the source's signed report where the source prefilled for this transfer (no run stream carries it)."""
 
     transfer_id: str
@@ -140,6 +145,7 @@ class KvReport:
     duration_s: float
     first_chunk_s: float
     leg: SignedRecord | None = None
+    own_tokens: int = 0
 
 
 class NodePort(Protocol):

@@ -249,6 +249,8 @@ def load_to_wire(load: EngineLoad, *, draining: bool, role: ServingRole = Servin
         decode_tokens_per_s=load.decode_tokens_per_s,
         draining=draining,
         role=role.value,
+        prefill_token_s=load.prefill_token_s,
+        prefill_growth_s=load.prefill_growth_s,
     )
 
 
@@ -262,4 +264,6 @@ def load_from_wire(message: node_pb2.NodeLoad) -> EngineLoad:
         kv_capacity_tokens=message.kv_capacity_tokens,
         prefill_tokens_per_s=bounds.not_negative("prefill_tokens_per_s", message.prefill_tokens_per_s),
         decode_tokens_per_s=bounds.not_negative("decode_tokens_per_s", message.decode_tokens_per_s),
+        prefill_token_s=bounds.not_negative("prefill_token_s", message.prefill_token_s),
+        prefill_growth_s=bounds.not_negative("prefill_growth_s", message.prefill_growth_s),
     )

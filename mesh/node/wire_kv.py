@@ -209,6 +209,7 @@ def open_to_wire(opening: KvOpen) -> node_pb2.KvOpen:
         max_tokens=opening.max_tokens,
         codec=opening.codec,
         token=opening.token,
+        own_tokens=opening.own_tokens,
     )
 
 
@@ -236,6 +237,7 @@ def open_from_wire(message: node_pb2.KvOpen) -> KvOpen:
         max_tokens=message.max_tokens,
         codec=bounds.name("codec", message.codec),
         token=message.token,
+        own_tokens=bounds.at_most("own_tokens", message.own_tokens, bounds.MAX_TOKENS),
     )
 
 
@@ -257,6 +259,7 @@ def kv_order_from_wire(opening: node_pb2.KvOpen, address: str, place: common_pb2
         token_ids=opened.token_ids,
         max_tokens=opened.max_tokens,
         codec=opened.codec,
+        own_tokens=opened.own_tokens,
     )
 
 
@@ -271,6 +274,7 @@ def report_to_wire(report: KvReport) -> node_pb2.KvReport:
         duration_s=report.duration_s,
         first_chunk_s=report.first_chunk_s,
         leg=None if report.leg is None else record_to_wire(report.leg),
+        own_tokens=report.own_tokens,
     )
 
 
@@ -285,4 +289,5 @@ def report_from_wire(message: node_pb2.KvReport) -> KvReport:
         duration_s=bounds.not_negative("duration_s", message.duration_s),
         first_chunk_s=bounds.not_negative("first_chunk_s", message.first_chunk_s),
         leg=record_from_wire(message.leg) if message.HasField("leg") else None,
+        own_tokens=message.own_tokens,
     )

@@ -155,6 +155,9 @@ class _Host(Collector):
             "kvmesh_kv_skipped_tokens", "Tokens the receiver had", value=now.kv_skipped_tokens_total
         )
         yield CounterMetricFamily(
+            "kvmesh_kv_own_tokens", "Tokens computed here while KV of the rest came", value=now.kv_own_tokens_total
+        )
+        yield CounterMetricFamily(
             "kvmesh_holds_expired", "Holds freed because nobody came", value=now.holds_expired_total
         )
         yield GaugeMetricFamily("kvmesh_holds", "Holds in memory", value=now.holds)

@@ -155,7 +155,7 @@ class RevokeKeyResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeView(_message.Message):
-    __slots__ = ("node_id", "tier", "site", "region", "jurisdiction", "state", "address", "models", "running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "age_s", "rtt_s", "goodput_bytes_per_s", "draining", "role")
+    __slots__ = ("node_id", "tier", "site", "region", "jurisdiction", "state", "address", "models", "running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "age_s", "rtt_s", "goodput_bytes_per_s", "draining", "role", "prefill_token_s", "prefill_growth_s")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,8 @@ class NodeView(_message.Message):
     GOODPUT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_GROWTH_S_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     tier: str
     site: str
@@ -196,10 +198,12 @@ class NodeView(_message.Message):
     goodput_bytes_per_s: float
     draining: bool
     role: str
-    def __init__(self, node_id: _Optional[str] = ..., tier: _Optional[str] = ..., site: _Optional[str] = ..., region: _Optional[str] = ..., jurisdiction: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[NodeModel, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., age_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., role: _Optional[str] = ...) -> None: ...
+    prefill_token_s: float
+    prefill_growth_s: float
+    def __init__(self, node_id: _Optional[str] = ..., tier: _Optional[str] = ..., site: _Optional[str] = ..., region: _Optional[str] = ..., jurisdiction: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[NodeModel, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., age_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., role: _Optional[str] = ..., prefill_token_s: _Optional[float] = ..., prefill_growth_s: _Optional[float] = ...) -> None: ...
 
 class NodeModel(_message.Message):
-    __slots__ = ("id", "weights_dtype", "max_context_tokens", "layout_hash", "weights_lineage", "digest", "kv_bytes_per_token")
+    __slots__ = ("id", "weights_dtype", "max_context_tokens", "layout_hash", "weights_lineage", "digest", "kv_bytes_per_token", "codecs")
     ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DTYPE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +211,7 @@ class NodeModel(_message.Message):
     WEIGHTS_LINEAGE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     id: str
     weights_dtype: str
     max_context_tokens: int
@@ -214,7 +219,22 @@ class NodeModel(_message.Message):
     weights_lineage: str
     digest: str
     kv_bytes_per_token: int
-    def __init__(self, id: _Optional[str] = ..., weights_dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., layout_hash: _Optional[str] = ..., weights_lineage: _Optional[str] = ..., digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ...) -> None: ...
+    codecs: _containers.RepeatedCompositeFieldContainer[KvCodec]
+    def __init__(self, id: _Optional[str] = ..., weights_dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., layout_hash: _Optional[str] = ..., weights_lineage: _Optional[str] = ..., digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., codecs: _Optional[_Iterable[_Union[KvCodec, _Mapping]]] = ...) -> None: ...
+
+class KvCodec(_message.Message):
+    __slots__ = ("name", "ratio", "loss_ratio", "encode_tokens_per_s", "decode_tokens_per_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    LOSS_RATIO_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    ratio: float
+    loss_ratio: float
+    encode_tokens_per_s: float
+    decode_tokens_per_s: float
+    def __init__(self, name: _Optional[str] = ..., ratio: _Optional[float] = ..., loss_ratio: _Optional[float] = ..., encode_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("version", "nodes", "registry_age_s", "made_unix_s")

@@ -16,12 +16,21 @@ class PlanShape(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PLAN_SHAPE_SPLIT: _ClassVar[PlanShape]
     PLAN_SHAPE_OFFLOAD: _ClassVar[PlanShape]
     PLAN_SHAPE_DISAGGREGATED: _ClassVar[PlanShape]
+
+class KvShipment(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_SHIPMENT_UNSPECIFIED: _ClassVar[KvShipment]
+    KV_SHIPMENT_SHIP: _ClassVar[KvShipment]
+    KV_SHIPMENT_BOTH: _ClassVar[KvShipment]
 PLAN_SHAPE_UNSPECIFIED: PlanShape
 PLAN_SHAPE_LOCAL: PlanShape
 PLAN_SHAPE_CORE: PlanShape
 PLAN_SHAPE_SPLIT: PlanShape
 PLAN_SHAPE_OFFLOAD: PlanShape
 PLAN_SHAPE_DISAGGREGATED: PlanShape
+KV_SHIPMENT_UNSPECIFIED: KvShipment
+KV_SHIPMENT_SHIP: KvShipment
+KV_SHIPMENT_BOTH: KvShipment
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
@@ -48,14 +57,18 @@ class LatencyWish(_message.Message):
     def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class PlacementWish(_message.Message):
-    __slots__ = ("shape", "node_id", "site")
+    __slots__ = ("shape", "node_id", "site", "codec", "shipment")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    SHIPMENT_FIELD_NUMBER: _ClassVar[int]
     shape: PlanShape
     node_id: str
     site: str
-    def __init__(self, shape: _Optional[_Union[PlanShape, str]] = ..., node_id: _Optional[str] = ..., site: _Optional[str] = ...) -> None: ...
+    codec: str
+    shipment: KvShipment
+    def __init__(self, shape: _Optional[_Union[PlanShape, str]] = ..., node_id: _Optional[str] = ..., site: _Optional[str] = ..., codec: _Optional[str] = ..., shipment: _Optional[_Union[KvShipment, str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("model", "text", "chat", "tokens", "sampling", "label", "latency", "placement", "idempotency_key", "resume_offset_tokens")
@@ -124,7 +137,7 @@ class LabelFinding(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("shape", "legs", "fallbacks", "candidates", "refused", "rule", "predicted_ttft_s", "predicted_total_s")
+    __slots__ = ("shape", "legs", "fallbacks", "candidates", "refused", "rule", "predicted_ttft_s", "predicted_total_s", "shipping", "why")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     LEGS_FIELD_NUMBER: _ClassVar[int]
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +146,8 @@ class Plan(_message.Message):
     RULE_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    SHIPPING_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     shape: PlanShape
     legs: _containers.RepeatedCompositeFieldContainer[PlanLeg]
     fallbacks: _containers.RepeatedCompositeFieldContainer[Plan]
@@ -141,33 +156,55 @@ class Plan(_message.Message):
     rule: str
     predicted_ttft_s: float
     predicted_total_s: float
-    def __init__(self, shape: _Optional[_Union[PlanShape, str]] = ..., legs: _Optional[_Iterable[_Union[PlanLeg, _Mapping]]] = ..., fallbacks: _Optional[_Iterable[_Union[Plan, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedCount, _Mapping]]] = ..., rule: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_total_s: _Optional[float] = ...) -> None: ...
+    shipping: _containers.RepeatedCompositeFieldContainer[ShipOption]
+    why: str
+    def __init__(self, shape: _Optional[_Union[PlanShape, str]] = ..., legs: _Optional[_Iterable[_Union[PlanLeg, _Mapping]]] = ..., fallbacks: _Optional[_Iterable[_Union[Plan, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedCount, _Mapping]]] = ..., rule: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_total_s: _Optional[float] = ..., shipping: _Optional[_Iterable[_Union[ShipOption, _Mapping]]] = ..., why: _Optional[str] = ...) -> None: ...
+
+class ShipOption(_message.Message):
+    __slots__ = ("codec", "own_tokens", "ttft_s", "refused")
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    OWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    codec: str
+    own_tokens: int
+    ttft_s: float
+    refused: str
+    def __init__(self, codec: _Optional[str] = ..., own_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class PlanLeg(_message.Message):
-    __slots__ = ("kind", "node_id", "site")
+    __slots__ = ("kind", "node_id", "site", "codec", "own_tokens")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    OWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     kind: str
     node_id: str
     site: str
-    def __init__(self, kind: _Optional[str] = ..., node_id: _Optional[str] = ..., site: _Optional[str] = ...) -> None: ...
+    codec: str
+    own_tokens: int
+    def __init__(self, kind: _Optional[str] = ..., node_id: _Optional[str] = ..., site: _Optional[str] = ..., codec: _Optional[str] = ..., own_tokens: _Optional[int] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("shape", "prefill_node_id", "decode_node_id", "cost_s", "ttft_s", "total_s")
+    __slots__ = ("shape", "prefill_node_id", "decode_node_id", "cost_s", "ttft_s", "total_s", "codec", "own_tokens")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     COST_S_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    OWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     shape: PlanShape
     prefill_node_id: str
     decode_node_id: str
     cost_s: float
     ttft_s: float
     total_s: float
-    def __init__(self, shape: _Optional[_Union[PlanShape, str]] = ..., prefill_node_id: _Optional[str] = ..., decode_node_id: _Optional[str] = ..., cost_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ...) -> None: ...
+    codec: str
+    own_tokens: int
+    def __init__(self, shape: _Optional[_Union[PlanShape, str]] = ..., prefill_node_id: _Optional[str] = ..., decode_node_id: _Optional[str] = ..., cost_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., codec: _Optional[str] = ..., own_tokens: _Optional[int] = ...) -> None: ...
 
 class RefusedCount(_message.Message):
     __slots__ = ("reason", "count", "node_ids")
@@ -194,7 +231,7 @@ class TokenDelta(_message.Message):
     def __init__(self, offset_tokens: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., node_id: _Optional[str] = ...) -> None: ...
 
 class Migration(_message.Message):
-    __slots__ = ("from_node_id", "to_node_id", "offset_tokens", "kv_wire_bytes", "kv_tokens", "codec", "cause", "pause_s", "transfer_s", "recomputed")
+    __slots__ = ("from_node_id", "to_node_id", "offset_tokens", "kv_wire_bytes", "kv_tokens", "codec", "cause", "pause_s", "transfer_s", "recomputed", "own_tokens")
     FROM_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TO_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +242,7 @@ class Migration(_message.Message):
     PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    OWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     from_node_id: str
     to_node_id: str
     offset_tokens: int
@@ -215,7 +253,8 @@ class Migration(_message.Message):
     pause_s: float
     transfer_s: float
     recomputed: bool
-    def __init__(self, from_node_id: _Optional[str] = ..., to_node_id: _Optional[str] = ..., offset_tokens: _Optional[int] = ..., kv_wire_bytes: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., codec: _Optional[str] = ..., cause: _Optional[str] = ..., pause_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., recomputed: _Optional[bool] = ...) -> None: ...
+    own_tokens: int
+    def __init__(self, from_node_id: _Optional[str] = ..., to_node_id: _Optional[str] = ..., offset_tokens: _Optional[int] = ..., kv_wire_bytes: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., codec: _Optional[str] = ..., cause: _Optional[str] = ..., pause_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., recomputed: _Optional[bool] = ..., own_tokens: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("reason", "usage", "receipt", "ttft_s", "total_s", "stop_string")

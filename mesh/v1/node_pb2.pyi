@@ -164,7 +164,7 @@ class KvFrame(_message.Message):
     def __init__(self, open: _Optional[_Union[KvOpen, _Mapping]] = ..., offer: _Optional[_Union[KvOffer, _Mapping]] = ..., want: _Optional[_Union[KvWant, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., piece: _Optional[_Union[KvPiece, _Mapping]] = ..., commit: _Optional[_Union[KvCommit, _Mapping]] = ..., done: _Optional[_Union[KvDone, _Mapping]] = ..., abort: _Optional[_Union[KvAbort, _Mapping]] = ..., ack: _Optional[_Union[KvAck, _Mapping]] = ..., resume: _Optional[_Union[KvResume, _Mapping]] = ..., resumed: _Optional[_Union[KvResumed, _Mapping]] = ...) -> None: ...
 
 class KvOpen(_message.Message):
-    __slots__ = ("transfer_id", "direction", "context", "source_run_id", "prefill", "pause", "target_run_id", "tokens", "max_tokens", "codec", "token")
+    __slots__ = ("transfer_id", "direction", "context", "source_run_id", "prefill", "pause", "target_run_id", "tokens", "max_tokens", "codec", "token", "own_tokens")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,7 @@ class KvOpen(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    OWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     direction: KvDirection
     context: WorkContext
@@ -187,7 +188,8 @@ class KvOpen(_message.Message):
     max_tokens: int
     codec: str
     token: bytes
-    def __init__(self, transfer_id: _Optional[str] = ..., direction: _Optional[_Union[KvDirection, str]] = ..., context: _Optional[_Union[WorkContext, _Mapping]] = ..., source_run_id: _Optional[str] = ..., prefill: _Optional[_Union[RunOrder, _Mapping]] = ..., pause: _Optional[bool] = ..., target_run_id: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ..., codec: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+    own_tokens: int
+    def __init__(self, transfer_id: _Optional[str] = ..., direction: _Optional[_Union[KvDirection, str]] = ..., context: _Optional[_Union[WorkContext, _Mapping]] = ..., source_run_id: _Optional[str] = ..., prefill: _Optional[_Union[RunOrder, _Mapping]] = ..., pause: _Optional[bool] = ..., target_run_id: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ..., codec: _Optional[str] = ..., token: _Optional[bytes] = ..., own_tokens: _Optional[int] = ...) -> None: ...
 
 class KvManifest(_message.Message):
     __slots__ = ("format", "layout_hash", "weights_lineage", "dtype", "codec", "first_position", "count_tokens", "block_hashes", "label", "tenant", "expires_unix_s", "producer_build")
@@ -330,7 +332,7 @@ class MoveKvResponse(_message.Message):
     def __init__(self, report: _Optional[_Union[KvReport, _Mapping]] = ...) -> None: ...
 
 class KvReport(_message.Message):
-    __slots__ = ("transfer_id", "tokens", "skipped_tokens", "wire_bytes", "codec", "duration_s", "first_chunk_s", "leg")
+    __slots__ = ("transfer_id", "tokens", "skipped_tokens", "wire_bytes", "codec", "duration_s", "first_chunk_s", "leg", "own_tokens")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +341,7 @@ class KvReport(_message.Message):
     DURATION_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_CHUNK_S_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
+    OWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     tokens: int
     skipped_tokens: int
@@ -347,7 +350,8 @@ class KvReport(_message.Message):
     duration_s: float
     first_chunk_s: float
     leg: _common_pb2.SignedRecord
-    def __init__(self, transfer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., skipped_tokens: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., duration_s: _Optional[float] = ..., first_chunk_s: _Optional[float] = ..., leg: _Optional[_Union[_common_pb2.SignedRecord, _Mapping]] = ...) -> None: ...
+    own_tokens: int
+    def __init__(self, transfer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., skipped_tokens: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., codec: _Optional[str] = ..., duration_s: _Optional[float] = ..., first_chunk_s: _Optional[float] = ..., leg: _Optional[_Union[_common_pb2.SignedRecord, _Mapping]] = ..., own_tokens: _Optional[int] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()
@@ -374,7 +378,7 @@ class WatchLoadResponse(_message.Message):
     def __init__(self, load: _Optional[_Union[NodeLoad, _Mapping]] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "draining", "role")
+    __slots__ = ("running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "draining", "role", "prefill_token_s", "prefill_growth_s")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -384,6 +388,8 @@ class NodeLoad(_message.Message):
     DECODE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_GROWTH_S_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_prefill_tokens: int
@@ -393,7 +399,9 @@ class NodeLoad(_message.Message):
     decode_tokens_per_s: float
     draining: bool
     role: str
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., role: _Optional[str] = ...) -> None: ...
+    prefill_token_s: float
+    prefill_growth_s: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., role: _Optional[str] = ..., prefill_token_s: _Optional[float] = ..., prefill_growth_s: _Optional[float] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
     __slots__ = ("role",)

@@ -78,7 +78,7 @@ class _Pair:
     def meeting_point(self) -> FloatArray:
         """p at which both end together, a multiple of a block; the target's cached prefix where none helps."""
         least = np.floor(self.target_cached / BLOCK_TOKENS) * BLOCK_TOKENS
-        most = max(0.0, np.floor((self.n - 1) / BLOCK_TOKENS) * BLOCK_TOKENS)
+        most = max(0.0, np.floor(self.n / BLOCK_TOKENS - 1) * BLOCK_TOKENS)  # a block at least is shipped
         slowest_s = np.maximum(np.maximum(self.token_link_s, self.encode_s), self.decode_s)
         # own(p) - tail(p) as a2 p^2 + a1 p + a0, the source's part taken at the last guess of p.
         a2 = self.target_growth_s / 2

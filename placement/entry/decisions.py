@@ -13,16 +13,18 @@ from dataclasses import dataclass, replace
 from mesh.errors import InvalidRequest, NotFound, PolicyDenied
 from mesh.identity.place import Place, Tier
 from mesh.identity.principal import Principal
-from mesh.node.port import WorkContext
+from mesh.kv.hashing import block_hashes
+from mesh.node.port import KvReport, WorkContext
 from mesh.telemetry.metrics import Metrics
 from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import inference_pb2 as pb
 from placement.decide.decide import decide
 from placement.decide.explain import explain_nodes
 from placement.decide.settings import DEFAULTS, DecideSettings
-from placement.decide.types import PlacementRequest, Plan, PlanShape, Refusal, Wish
+from placement.decide.types import PlacementRequest, Plan, PlanShape, Refusal, Snapshot, Wish
 from placement.detect.guard import Guard
 from placement.entry.intake import Accepted, ServedModel, accept
+from placement.entry.learned import CodecSavings, PrefixMemory, cached_column
 from placement.entry.orders import Work
 from placement.entry.receipt import Signer
 from placement.entry.refusal import REFUSALS, refusal_error
@@ -53,6 +55,8 @@ class Decisions:
         self._deps = deps
         self._rng = rng
         self._guard = Guard()
+        self._prefixes = PrefixMemory()
+        self._savings = CodecSavings()
 
     @property
     def _own(self) -> Place:
@@ -70,7 +74,7 @@ class Decisions:
 
     def _decide(self, accepted: Accepted, request: PlacementRequest) -> Plan:
         outcome = decide(
-            self._deps.world.snapshot(),
+            self._snapshot(accepted),
             request,
             self._deps.policies().lookup(accepted.principal.tenant).policy,
             entry_site=self._own.site,
@@ -81,6 +85,29 @@ class Decisions:
         if isinstance(outcome, Refusal):
             raise refusal_error(outcome)
         return outcome
+
+    def _snapshot(self, accepted: Accepted) -> Snapshot:
+        """The mesh now, with what this entry knows of the nodes' caches and of codecs."""
+        snapshot = self._deps.world.snapshot()
+        tokens = self._prefixes.tokens(self._blocks(accepted, accepted.token_ids), time.monotonic())
+        codecs = None if snapshot.codecs is None else self._savings.applied(snapshot.codecs)
+        cached = cached_column([place.node_id for place in snapshot.places], tokens)
+        return replace(snapshot, codecs=codecs, cached_tokens=cached)
+
+    def kv_at(self, node_id: str, accepted: Accepted, token_ids: tuple[int, ...]) -> None:
+        """A leg ended at this node, which has KV of these tokens."""
+        self._prefixes.saw(node_id, self._blocks(accepted, token_ids), time.monotonic())
+
+    def transfer(self, accepted: Accepted, report: KvReport) -> None:
+        """KV was moved."""
+        self._savings.saw(report, accepted.model.description.geometry.f16_bytes_per_token)
+
+    def _blocks(self, accepted: Accepted, token_ids: tuple[int, ...]) -> list[bytes]:
+        try:
+            salt = self._deps.salt(accepted.principal.tenant, accepted.placement.label, accepted.model.model_id)
+        except PolicyDenied:  # no namespace, so nothing of it is cached anywhere
+            return []
+        return block_hashes(accepted.model.description.geometry.layout_hash, salt, token_ids)
 
     def work(self, request_id: str, accepted: Accepted, plan: Plan) -> Work:
         """What all orders of the request have in common. Raises PolicyDenied without a cache namespace."""

@@ -18,6 +18,7 @@ from mesh.errors import Internal, MeshError, NodeUnreachable, StalePlan
 from mesh.node.engine import RunId
 from mesh.node.port import (
     KvOrder,
+    KvReport,
     KvSource,
     NodePort,
     Peer,
@@ -49,12 +50,14 @@ class RequestDriver:
         work: Work,
         world: World,
         on_effect: Callable[[rt.Effect], None],
+        on_report: Callable[[KvReport], None] = lambda report: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
         self._work = work
         self._world = world
         self._on_effect = on_effect
+        self._on_report = on_report
         self._clock = clock
         self._started_s = clock()
         self._events: asyncio.Queue[rt.Event] = asyncio.Queue()
@@ -248,9 +251,11 @@ class RequestDriver:
                 token_ids=effect.token_ids,
                 max_tokens=effect.max_tokens,
                 codec=choose_codec(effect.codec, source, target),
+                own_tokens=effect.own_tokens,
             )
             report = await self._while_stale(lambda: dialler.move_kv(order))
             self._world.saw_transfer(effect.source_node_id, effect.target_node_id, report)
+            self._on_report(report)
             self._events.put_nowait(rt.KvMoved(transfer_id=effect.transfer_id, report=report))
         except MeshError as error:
             self._events.put_nowait(rt.KvFailed(transfer_id=effect.transfer_id, error=error))

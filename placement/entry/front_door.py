@@ -123,6 +123,7 @@ class FrontDoor:
                 world=self._deps.world,
                 signer=self._deps.signer,
                 metrics=self._deps.metrics,
+                learn=self._decisions,
             )
             log.info("request_accepted", shape=plan.choice.shape.name, label=work.context.label, rule=plan.rule)
             task = asyncio.create_task(live.run(), name=f"request:{request_id}")

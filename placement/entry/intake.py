@@ -22,13 +22,14 @@ from mesh.model.tokenizer import Tokenizer, load_tokenizer
 from mesh.node.sampling import SamplingParams
 from mesh.v1 import common_pb2 as common
 from mesh.v1 import inference_pb2 as pb
-from placement.decide.types import PlacementRequest, PlanShape, Wish
+from placement.decide.types import PlacementRequest, PlanShape, Shipment, Wish
 from placement.detect.guard import Guard
 from placement.detect.label import Raised, raise_label
 from placement.policy.model import Policy
 
 MAX_PROMPT_CHARS = 2_000_000
 MAX_IDEMPOTENCY_KEY_CHARS = 128
+MAX_CODEC_CHARS = 128
 DEFAULT_MAX_TOKENS = 256
 EXPECTED_TOKENS = 128  # guess of an output's length where nothing is known
 _INLINE_CHARS = 4_000  # longer text is tokenised off the event loop
@@ -212,7 +213,15 @@ def _wish(wish: pb.PlacementWish) -> Wish:
     for field, name in (("placement.node_id", wish.node_id), ("placement.site", wish.site)):
         if name:
             check_name(field, name)
-    return Wish(shape=shape, node_id=wish.node_id, site=wish.site)
+    shipment = None
+    if wish.shipment != pb.KV_SHIPMENT_UNSPECIFIED:
+        try:
+            shipment = Shipment(wish.shipment)
+        except ValueError:
+            raise InvalidRequest(f"unknown KV shipment {wish.shipment}", field="placement.shipment") from None
+    if len(wish.codec) > MAX_CODEC_CHARS or not (wish.codec.isascii() and wish.codec.isprintable()):
+        raise InvalidRequest("the codec's name is malformed", field="placement.codec")
+    return Wish(shape=shape, node_id=wish.node_id, site=wish.site, codec=wish.codec, shipment=shipment)
 
 
 def _positive(latency: pb.LatencyWish, field: Literal["ttft_s", "tpot_s", "deadline_s"]) -> float | None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
+from typing import Protocol
 
 from mesh.errors import Draining, Internal, MeshError
 from mesh.identity.place import Place
+from mesh.node.port import KvReport
 from mesh.node.stop import StopMatcher
 from mesh.telemetry.log import get_logger
 from mesh.telemetry.metrics import Metrics, Shape
@@ -31,6 +33,16 @@ from placement.entry.world import World
 log = get_logger(__name__)
 
 
+class Learn(Protocol):
+    """Takes what a request showed of the mesh, for the predictions of later ones."""
+
+    def kv_at(self, node_id: str, accepted: Accepted, token_ids: tuple[int, ...]) -> None:
+        """A leg ended at this node, which has KV of these tokens."""
+
+    def transfer(self, accepted: Accepted, report: KvReport) -> None:
+        """KV was moved."""
+
+
 class LiveRequest:
     """Drives one accepted request along its plan into its stream."""
 
@@ -44,8 +56,11 @@ class LiveRequest:
         world: World,
         signer: Signer,
         metrics: Metrics,
+        learn: Learn,
     ) -> None:
         self.accepted = accepted
+        self._learn = learn
+        self._generated: list[int] = []
         self.work = work
         self.stream = stream
         self._world = world
@@ -74,7 +89,9 @@ class LiveRequest:
             eos_token_ids=eos,
             plan=plan,
         )
-        self.driver = RequestDriver(runner=PlanRunner(spec), work=work, world=world, on_effect=self._on_effect)
+        self.driver = RequestDriver(
+            runner=PlanRunner(spec), work=work, world=world, on_effect=self._on_effect, on_report=self._on_report
+        )
         decision = decision_to_wire(stream.request_id, accepted, plan)
         stream.append(pb.GenerateResponse(decision=decision))
 
@@ -112,14 +129,19 @@ class LiveRequest:
                 self._migrated(effect)
             case rt.MoveFailed():
                 self._metrics.request_moved(cause=MoveLabel(effect.cause.value), outcome=effect.error.reason)
-            case rt.LegDone(record=record):
+            case rt.LegDone(node_id=node_id, record=record):
                 self._draft.legs.append(record)
+                self._learn.kv_at(node_id, self.accepted, (*self.accepted.token_ids, *self._generated))
             case rt.Finish():
                 self._finish(effect)
             case rt.Fail(error=error):
                 self._error = error
 
+    def _on_report(self, report: KvReport) -> None:
+        self._learn.transfer(self.accepted, report)
+
     def _emit(self, effect: rt.Emit) -> None:
+        self._generated += effect.ids
         self._draft.tokens_by_node[effect.node_id] += len(effect.ids)
         for i, token_id in enumerate(effect.ids):
             text = self._matcher.push(self._text.push(token_id))

@@ -16,10 +16,12 @@ import numpy as np
 
 from mesh.errors import InvalidRequest
 from mesh.identity.place import Place, Role, Tier
+from mesh.kv.codec_profile import CodecProfile
 from mesh.node.engine import EngineInfo, EngineLoad
 from mesh.node.serving_role import ServingRole, serving_role
 from mesh.v1 import admin_pb2 as admin
 from placement.decide.types import Snapshot
+from placement.entry.codec_facts import codec_table, codecs_from_wire, codecs_to_wire
 
 
 class NodeState(Enum):
@@ -42,10 +44,11 @@ class ModelFacts:
     weights_lineage: str
     digest: str
     kv_bytes_per_token: int
+    codecs: tuple[CodecProfile, ...] = ()  # in which it can send and take KV; none: f16
 
     @classmethod
-    def of(cls, info: EngineInfo, digest: str) -> ModelFacts:
-        """What an engine serves; `digest` is the model file's SHA-256 in hex."""
+    def of(cls, info: EngineInfo, digest: str, codecs: tuple[CodecProfile, ...] = ()) -> ModelFacts:
+        """What an engine serves; `digest` is the model file's SHA-256 in hex, `codecs` were measured on it here."""
         return cls(
             model_id=info.model_id,
             weights_dtype=info.weights_dtype,
@@ -54,6 +57,7 @@ class ModelFacts:
             weights_lineage=info.weights_lineage,
             digest=digest,
             kv_bytes_per_token=info.geometry.f16_bytes_per_token,
+            codecs=codecs,
         )
 
 
@@ -115,6 +119,8 @@ LIVE_COLUMNS: Mapping[str, Column] = {
     "kv_capacity_tokens": Column(np.int64, lambda n: n.load.kv_capacity_tokens),
     "prefill_tokens_per_s": Column(np.float64, lambda n: n.load.prefill_tokens_per_s),
     "decode_tokens_per_s": Column(np.float64, lambda n: n.load.decode_tokens_per_s),
+    "prefill_token_s": Column(np.float64, lambda n: n.load.prefill_token_s),
+    "prefill_growth_s": Column(np.float64, lambda n: n.load.prefill_growth_s),
     "rtt_s": Column(np.float64, lambda n: math.nan if n.rtt_s is None else n.rtt_s),
     "goodput_bytes_per_s": Column(
         np.float64, lambda n: math.nan if n.goodput_bytes_per_s is None else n.goodput_bytes_per_s
@@ -147,6 +153,7 @@ def build_snapshot(
         model_ids=model_ids,
         models=models,
         cached_tokens=np.zeros(len(rows), dtype=np.int64),
+        codecs=codec_table([n.models for n in rows]),
         made_s=made_s,
         **arrays,
     )
@@ -163,6 +170,7 @@ def models_to_wire(models: Sequence[ModelFacts]) -> list[admin.NodeModel]:
             weights_lineage=m.weights_lineage,
             digest=m.digest,
             kv_bytes_per_token=m.kv_bytes_per_token,
+            codecs=codecs_to_wire(m.codecs),
         )
         for m in models
     ]
@@ -179,6 +187,7 @@ def models_from_wire(models: Sequence[admin.NodeModel]) -> tuple[ModelFacts, ...
             weights_lineage=m.weights_lineage,
             digest=m.digest,
             kv_bytes_per_token=m.kv_bytes_per_token,
+            codecs=codecs_from_wire(m.codecs),
         )
         for m in models
     )
@@ -216,6 +225,8 @@ def _node_to_wire(node: NodeFacts) -> admin.NodeView:
         goodput_bytes_per_s=node.goodput_bytes_per_s or 0.0,
         draining=node.draining,
         role=node.role.value,
+        prefill_token_s=node.load.prefill_token_s,
+        prefill_growth_s=node.load.prefill_growth_s,
     )
 
 
@@ -255,6 +266,8 @@ def _node_from_wire(view: admin.NodeView, mesh: str) -> NodeFacts | None:
             kv_capacity_tokens=view.kv_capacity_tokens,
             prefill_tokens_per_s=view.prefill_tokens_per_s,
             decode_tokens_per_s=view.decode_tokens_per_s,
+            prefill_token_s=view.prefill_token_s,
+            prefill_growth_s=view.prefill_growth_s,
         ),
         draining=view.draining,
         age_s=view.age_s,

@@ -66,6 +66,7 @@ class ReceiptDraft:
             "rule": self.plan.rule,
             "entry": signer.place.uri,
             "plan": _way(self.plan.choice),
+            "why": self.plan.why,
             "candidates": [_way(c) for c in self.plan.candidates[:3]],
             "refused": {r.reason.name or str(r.reason.value): r.count for r in self.plan.refused},
             "saw_prompt": self.saw_prompt,
@@ -94,7 +95,9 @@ def _label(claimed: str, raised: Raised) -> dict[str, Any]:
 
 
 def _way(candidate: Candidate) -> dict[str, Any]:
+    shipped = {"codec": candidate.codec, "own_tokens": candidate.own_tokens} if candidate.codec else {}
     return {
+        **shipped,
         "shape": candidate.shape.name.lower(),
         "prefill": candidate.prefill.node_id,
         "decode": candidate.decode.node_id,

@@ -53,10 +53,13 @@ class Way:
     shape: PlanShape
     first: str
     then: str
+    codec: str = ""  # of a split's KV; empty: the plan's
+    own_tokens: int = 0  # of a split: computed at `then` itself meanwhile
 
     @classmethod
     def of(cls, candidate: Candidate) -> Way:
-        return cls(candidate.shape, candidate.prefill.node_id, candidate.decode.node_id)
+        nodes = candidate.prefill.node_id, candidate.decode.node_id
+        return cls(candidate.shape, *nodes, candidate.codec, candidate.own_tokens)
 
 
 @dataclass(slots=True)
@@ -154,7 +157,8 @@ class Legs:
             self._release_kept()
             # All but the last token: the target has to decode one, since logits do not travel.
             source = (way.first, self._next_run())
-            self._ship(KvSourceKind.PREFILL, source, way.then, cause or MoveCause.PLAN, token_ids[:-1])
+            shipped = way.codec or self._spec.plan.codec, way.own_tokens
+            self._ship(KvSourceKind.PREFILL, source, way.then, cause or MoveCause.PLAN, token_ids[:-1], shipped)
             self._phase = Phase.FETCHING
             return
         node_id = way.first if way.shape is PlanShape.OFFLOAD else way.then
@@ -191,8 +195,16 @@ class Legs:
         self._phase = Phase.MOVING
 
     def _ship(
-        self, kind: KvSourceKind, source: tuple[str, RunId], target: str, cause: MoveCause, token_ids: tuple[int, ...]
+        self,
+        kind: KvSourceKind,
+        source: tuple[str, RunId],
+        target: str,
+        cause: MoveCause,
+        token_ids: tuple[int, ...],
+        shipped: tuple[str, int] | None = None,
     ) -> None:
+        """`shipped`: codec, and how many tokens the target computes itself."""
+        codec, own_tokens = shipped or (self._spec.plan.codec, 0)
         transfer_id = f"{self._spec.request_id}/kv{self._n_transfers}"
         self._n_transfers += 1
         transfer = Transfer(transfer_id, kind, *source, target, self._next_run(), cause)
@@ -207,7 +219,8 @@ class Legs:
                 target_run=transfer.target_run,
                 token_ids=token_ids,
                 max_tokens=len(self._spec.prompt_ids) + self._spec.max_tokens,
-                codec=self._spec.plan.codec,
+                codec=codec,
+                own_tokens=own_tokens,
             )
         )
 
@@ -231,6 +244,7 @@ class Legs:
                     pause_s=self._now_s - self._last_token_s if self._generated else 0.0,
                     transfer_s=report.duration_s if report else 0.0,
                     recomputed=arrival.cause is MoveCause.FALLBACK,
+                    own_tokens=report.own_tokens if report else 0,
                 )
             )
         if transfer is not None and transfer.kind is KvSourceKind.RUNNING:

@@ -196,6 +196,7 @@ class MoveKv:
 
     `token_ids` are those of the KV, as far as known: for a prefill exactly the tokens to compute (all but the
     last, which the target decodes), for a running source its tokens so far. `max_tokens`: most positions.
+    `own_tokens`: the target computes so many of the first itself meanwhile.
     """
 
     transfer_id: str
@@ -207,6 +208,7 @@ class MoveKv:
     token_ids: tuple[int, ...]
     max_tokens: int
     codec: str
+    own_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +254,7 @@ class EmitMigration:
     pause_s: float
     transfer_s: float
     recomputed: bool
+    own_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,9 +53,15 @@ def plan_to_wire(plan: Plan) -> pb.Plan:
             cost_s=c.cost_s,
             ttft_s=c.ttft_s,
             total_s=c.total_s,
+            codec=c.codec,
+            own_tokens=c.own_tokens,
         )
         for c in plan.candidates[:_MOST_CANDIDATES]
     )
+    wire.shipping.extend(
+        pb.ShipOption(codec=o.codec, own_tokens=o.own_tokens, ttft_s=o.ttft_s, refused=o.refused) for o in plan.shipping
+    )
+    wire.why = plan.why
     wire.refused.extend(
         pb.RefusedCount(
             reason=(r.reason.name or str(r.reason.value)).lower(),
@@ -85,7 +91,11 @@ def _legs(candidate: Candidate) -> list[pb.PlanLeg]:
         PlanShape.OFFLOAD: (("run", first), ("move_kv", then), ("decode", then)),
         PlanShape.DISAGGREGATED: (("prefill", first), ("move_kv", then), ("decode", then)),
     }[candidate.shape]
-    return [pb.PlanLeg(kind=kind, node_id=place.node_id, site=place.site) for kind, place in kinds]
+    legs = [pb.PlanLeg(kind=kind, node_id=place.node_id, site=place.site) for kind, place in kinds]
+    for leg in legs:
+        if leg.kind == "move_kv":
+            leg.codec, leg.own_tokens = candidate.codec, candidate.own_tokens
+    return legs
 
 
 def migration_to_wire(effect: rt.EmitMigration) -> pb.Migration:
@@ -101,6 +111,7 @@ def migration_to_wire(effect: rt.EmitMigration) -> pb.Migration:
         pause_s=effect.pause_s,
         transfer_s=effect.transfer_s,
         recomputed=effect.recomputed,
+        own_tokens=effect.own_tokens,
     )
 
 

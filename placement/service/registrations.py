@@ -11,6 +11,7 @@ from mesh.errors import InvalidRequest
 from mesh.identity.place import Place
 from mesh.node.serving_role import ServingRole, serving_role
 from mesh.registry.types import Registration
+from placement.entry.codec_facts import codecs_from_text, codecs_to_text
 from placement.entry.mesh_view import ModelFacts
 
 _MAX_COUNT = 2**31 - 1  # of a count of tokens or bytes: what the snapshot's fields and every node hold
@@ -34,10 +35,12 @@ def to_registration(
     health_address: str = "",
     role: ServingRole = ServingRole.BOTH,
 ) -> Registration:
-    """A node's registration. At most eight models: meta has 64 pairs."""
+    """A node's registration. At most seven models: meta has 64 pairs."""
     meta = {"place": place.uri, "protocol": "1", "serving-role": role.value}
     for i, model in enumerate(models):
         meta.update({f"model-{i}-{field}": str(getattr(model, field)) for field in _MODEL_FIELDS})
+        if model.codecs:
+            meta[f"model-{i}-codecs"] = codecs_to_text(model.codecs)
     return Registration(node_id=place.node_id, address=address, meta=meta, ttl_s=ttl_s, health_address=health_address)
 
 
@@ -61,6 +64,7 @@ def from_registration(registration: Registration, *, mesh: str) -> tuple[Place, 
                     weights_lineage=meta[prefix + "weights_lineage"],
                     digest=meta[prefix + "digest"],
                     kv_bytes_per_token=_count(meta[prefix + "kv_bytes_per_token"]),
+                    codecs=codecs_from_text(meta.get(prefix + "codecs", "")),
                 )
             )
         except (KeyError, ValueError) as exc:

@@ -266,6 +266,82 @@ class KvConformance(EngineFixtures):
         got = await run(engine, run_spec("g", prompt, greedy(8), kv_from="i"))
         assert got.ids == want.ids or not self.recompute_is_exact
 
+    # --- a tail that comes while the head is computed ----------------------------------------------------------
+
+    async def _tail_of(self, engine: Engine, prompt: tuple[int, ...], first: int) -> tuple[KvSlab, tuple[int, ...]]:
+        """KV of all but the last token, and how the engine goes on from it; then an open import of its tail."""
+        await hold_prefix(engine, "h", prompt[:-1])
+        slab = await engine.export_kv(RunId("h"), 0, len(prompt) - 1)
+        want = await run(engine, run_spec("w", prompt, greedy(12), kv_from="h"))
+        spec = ImportSpec(
+            run_id=RunId("i"), token_ids=prompt[:-1], max_tokens=len(prompt) + 12, salt=OTHER_SALT, first_position=first
+        )
+        assert await engine.open_import(spec) == first
+        return slab, want.ids
+
+    async def test_a_tail_joins_a_head_that_was_computed_meanwhile(self, engine: Engine) -> None:
+        prompt = prompt_of(engine, 100)
+        slab, want = await self._tail_of(engine, prompt, 48)
+        head = run_spec("head", prompt[:48], salt=OTHER_SALT, prefill_only=True)
+        computing = asyncio.create_task(run(engine, head))
+        for start, stop in ((48, 64), (64, 65), (65, 99)):
+            await engine.write_kv(RunId("i"), slab.tokens(start, stop))
+            assert await engine.kv_tokens(RunId("i")) == 0  # nothing leads yet
+        assert (await computing).held.kv_tokens == 48
+        await engine.join_kv(RunId("i"), RunId("head"))
+        assert await engine.kv_tokens(RunId("i")) == 99
+        with pytest.raises(NotFound):
+            await engine.kv_tokens(RunId("head"))
+        await engine.check_integrity()
+        joined = await engine.export_kv(RunId("i"), 48, 99)
+        assert np.array_equal(joined.k, slab.k[:, 48:])
+        assert np.array_equal(joined.v, slab.v[:, 48:])
+        got = await run(engine, run_spec("g", prompt, greedy(12), salt=OTHER_SALT, kv_from="i"))
+        assert got.prefilled == [Prefilled(100, 99)]
+        assert got.ids == want or not self.recompute_is_exact
+        assert (await engine.load()).kv_used_tokens == 0
+
+    async def test_a_tail_without_its_head_is_of_no_use(self, engine: Engine) -> None:
+        prompt = prompt_of(engine, 60)
+        slab, _ = await self._tail_of(engine, prompt, 32)
+        await engine.write_kv(RunId("i"), slab.tokens(32, 59))
+        with pytest.raises(InvalidRequest):
+            await engine.export_kv(RunId("i"), 32, 40)
+        with pytest.raises(InvalidRequest):
+            await run(engine, run_spec("g", prompt, greedy(4), salt=OTHER_SALT, kv_from="i"))
+        with pytest.raises(InvalidRequest):  # KV below it is not its own
+            await engine.write_kv(RunId("i"), slab.tokens(0, 16))
+        assert await engine.cached_tokens(prompt, OTHER_SALT) == 0
+        await engine.release(RunId("i"))
+        assert (await engine.load()).kv_used_tokens == 0
+
+    async def test_only_its_own_head_joins_a_tail(self, engine: Engine) -> None:
+        prompt = prompt_of(engine, 60)
+        slab, want = await self._tail_of(engine, prompt, 32)
+        await engine.write_kv(RunId("i"), slab.tokens(32, 59))
+        await hold_prefix(engine, "short", prompt[:16], salt=OTHER_SALT)
+        await hold_prefix(engine, "other", prompt_of(engine, 32, seed=5), salt=OTHER_SALT)
+        await hold_prefix(engine, "elsewhere", prompt[:32], salt=THIRD_SALT)
+        for head in ("short", "other", "elsewhere", "i"):
+            with pytest.raises(InvalidRequest):
+                await engine.join_kv(RunId("i"), RunId(head))
+        with pytest.raises(NotFound):
+            await engine.join_kv(RunId("i"), RunId("nobody"))
+        await hold_prefix(engine, "head", prompt[:32], salt=OTHER_SALT)
+        await engine.join_kv(RunId("i"), RunId("head"))
+        got = await run(engine, run_spec("g", prompt, greedy(12), salt=OTHER_SALT, kv_from="i"))
+        assert got.ids == want or not self.recompute_is_exact
+        for hold in ("short", "other", "elsewhere"):
+            await engine.release(RunId(hold))
+
+    @pytest.mark.parametrize("first", [17, 59, 64, 1 << 20])
+    async def test_a_tail_begins_at_a_block_below_the_known_tokens(self, engine: Engine, first: int) -> None:
+        prompt = prompt_of(engine, 60)
+        spec = ImportSpec(run_id=RunId("i"), token_ids=prompt, max_tokens=90, salt=SALT, first_position=first)
+        with pytest.raises(InvalidRequest):
+            await engine.open_import(spec)
+        await engine.release(RunId("i"))
+
     # --- prefix cache -----------------------------------------------------------------------------------------
 
     async def test_a_prefix_is_found_again_under_the_same_salt_only(self, engine: Engine) -> None:

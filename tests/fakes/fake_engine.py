@@ -100,6 +100,7 @@ class _Sequence:
     digested: int = 0
     running: bool = False
     importing: int | None = None  # max_tokens
+    tail: tuple[int, int] | None = None  # first and one after the last position of a tail without its head
     pause: bool = False
     dead: bool = False
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -204,6 +205,8 @@ class FakeEngine:
         if hold is None or hold.running:
             raise NotFound(f"no hold {spec.kv_from}")
         most = len(spec.token_ids) - (0 if spec.prefill_only else 1)
+        if hold.tail is not None:
+            raise InvalidRequest("the hold has no head yet", field="kv_from")
         known = min(len(hold.ids), hold.kv)
         if hold.kv > most or tuple(hold.ids[:known]) != spec.token_ids[:known]:
             raise InvalidRequest("the hold is of other tokens", field="kv_from")
@@ -327,6 +330,13 @@ class FakeEngine:
         sequence.importing = sequence.reserved = spec.max_tokens
         self._sequences[spec.run_id] = sequence
         self._evict()
+        first = spec.first_position
+        if first:
+            if first % BLOCK_TOKENS or first >= len(spec.token_ids):
+                raise InvalidRequest("first_position", field="first_position")
+            sequence.reserved = spec.max_tokens - first
+            sequence.tail = (first, first)
+            return first
         return self._from_cache(sequence, len(spec.token_ids))
 
     async def write_kv(self, run_id: RunId, slab: KvSlab) -> None:
@@ -336,12 +346,28 @@ class FakeEngine:
         slab.check(self._info.geometry)
         if slab.dtype not in (KvDtype.F16, self._info.kv_dtype):
             raise InvalidRequest(f"KV in {slab.dtype}")
-        if slab.start != sequence.kv or slab.stop > sequence.importing:
-            raise InvalidRequest(f"KV [{slab.start}, {slab.stop}) does not follow {sequence.kv}")
+        have = sequence.kv if sequence.tail is None else sequence.tail[1]
+        if slab.start != have or slab.stop > sequence.importing:
+            raise InvalidRequest(f"KV [{slab.start}, {slab.stop}) does not follow {have}")
         slab = convert(slab, self._info.kv_dtype)
         sequence.rows[0, :, slab.start : slab.stop] = slab.k
         sequence.rows[1, :, slab.start : slab.stop] = slab.v
-        sequence.kv = slab.stop
+        if sequence.tail is None:
+            sequence.kv = slab.stop
+        else:
+            sequence.tail = (sequence.tail[0], slab.stop)
+
+    async def join_kv(self, run_id: RunId, head: RunId) -> None:
+        tail, front = self._find(run_id), self._find(head)
+        if tail.tail is None or front.running or front.tail is not None:
+            raise InvalidRequest(f"{run_id} is no tail of {head}", field="head")
+        first, stop = tail.tail
+        if front.kv != first or front.salt != tail.salt or front.ids[:first] != tail.ids[:first]:
+            raise InvalidRequest(f"{head} does not fit", field="head")
+        tail.rows[:, :, :first] = front.rows[:, :, :first]
+        tail.kv, tail.tail = stop, None
+        self._drop(front)
+        tail.reserved = tail.importing or 0
 
     async def cached_tokens(self, token_ids: tuple[int, ...], salt: bytes) -> int:
         return sum(BLOCK_TOKENS for _ in self._cached_blocks(token_ids, salt, len(token_ids) - 1))

@@ -69,6 +69,7 @@ ALL = [
     m.Call(1, m.Export(R, 1, 2, 0)),
     m.Call(1, m.Write(R, 1, 2, 1)),
     m.Call(1, m.OpenImport(ImportSpec(run_id=R, token_ids=(5,), max_tokens=9, salt=b""))),
+    m.Call(1, m.Join(R, RunId("head"))),
     m.Call(1, m.CachedTokens((1, 2, 3), b"\x01")),
     m.Call(1, m.GetLoad()),
     m.Call(1, m.RunSelfTest()),

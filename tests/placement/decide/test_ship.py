@@ -157,7 +157,7 @@ def test_no_other_meeting_point_is_much_better(
     pair = _pair_of(snap, prompt)
     tried = [
         np.maximum(pair.tail_s(np.full((4, 1, 1), float(p))), pair.own_s(np.full((4, 1, 1), float(p))))
-        for p in range(own_cached - own_cached % 16, prompt - 1, 16)
+        for p in range(own_cached - own_cached % 16, max(prompt - 16, own_cached), 16)
     ]
     best = np.min(tried, axis=0)[:, 0, 0]
     ours = np.minimum(found.ship_s, found.both_s)[:, 0, 0]
