@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file. Its Q and K rows are in adjacent-pair order already (for the `llama` architecture)."""
+"""Tensors of a GGUF file. Its Q and K rows are in the order of the architecture's RopePairs already."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The KV pool: two tensors that hold K and V of all blocks, and their way in and out as canonical slabs.
 
-A *slot* is one position of one block: block * BLOCK_TOKENS + offset. K is stored after RoPE in adjacent-pair
-order, so what lies in the pool is the canonical form already.
+A *slot* is one position of one block: block * BLOCK_TOKENS + offset. K is stored after RoPE in the order of the
+architecture's RopePairs, so what lies in the pool is the canonical form already.
 """
 
 from __future__ import annotations

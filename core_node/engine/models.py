@@ -7,11 +7,12 @@ from typing import Final
 
 import torch
 
+from core_node.engine.architectures import architecture_of
+from core_node.engine.decoder import DecoderModel
 from core_node.engine.kernel_step import KernelStep
-from core_node.engine.llama import LlamaModel
 from core_node.engine.runner import StepModel, TorchStep
 from core_node.engine.settings import CoreEngineSettings
-from core_node.engine.weights import LlamaWeights, WeightSource, load_weights, n_parameters
+from core_node.engine.weights import ModelWeights, WeightSource, load_weights, n_parameters
 from core_node.kernels.build import best_variant
 from mesh.errors import InvalidRequest, NotImplementedHere
 from mesh.kv.geometry import KvDtype
@@ -38,7 +39,7 @@ def load_model(
     n_threads: int,
 ) -> tuple[StepModel, Backend]:
     """The model and what runs it. Raises InvalidRequest if `settings.backend` cannot."""
-    refusal = kernels_refusal(settings, kv_dtype, device)
+    refusal = kernels_refusal(settings, description, kv_dtype, device)
     if refusal is None:
         try:
             model = KernelStep.load(
@@ -60,13 +61,17 @@ def load_model(
     weights = load_weights(description, source, dtype, device)
     if settings.dtype == "int8":
         weights = rounded_to_int8(weights)
-    return TorchStep(LlamaModel(description, weights, max_positions)), Backend(name="torch", reason=refusal)
+    return TorchStep(DecoderModel(description, weights, max_positions)), Backend(name="torch", reason=refusal)
 
 
-def kernels_refusal(settings: CoreEngineSettings, kv_dtype: KvDtype, device: torch.device) -> str | None:
+def kernels_refusal(
+    settings: CoreEngineSettings, description: ModelDescription, kv_dtype: KvDtype, device: torch.device
+) -> str | None:
     """Why the compiled kernels cannot be used, as far as that is known before they are built."""
     if settings.backend == "torch":
         return "the settings say so"
+    if not architecture_of(description).kernels:
+        return f"the kernels do not compute {description.architecture}"
     if settings.dtype == "f32" or kv_dtype is not KvDtype.BF16 or device.type != "cpu":
         return (
             f"the kernels compute bf16 over bf16 KV on the CPU, "
@@ -84,7 +89,7 @@ def weights_bytes(settings: CoreEngineSettings, description: ModelDescription, d
     n, table = n_parameters(description), description.vocab_size * description.hidden_size
     sizes = {"bf16": _ELEMENT_BYTES["bf16"] * n, "f32": _ELEMENT_BYTES["f32"] * n}
     as_int8 = replace(settings, dtype="int8")
-    if kernels_refusal(as_int8, settings.kv_dtype or KvDtype.BF16, device) is None:
+    if kernels_refusal(as_int8, description, settings.kv_dtype or KvDtype.BF16, device) is None:
         # The embedding stays bf16, for look-ups; a tied head is packed beside it.
         packed = n - table if not description.tied_embeddings else n
         sizes["int8"] = _ELEMENT_BYTES["int8"] * packed + _ELEMENT_BYTES["bf16"] * table
@@ -95,7 +100,7 @@ def weights_bytes(settings: CoreEngineSettings, description: ModelDescription, d
     return sizes
 
 
-def rounded_to_int8(weights: LlamaWeights) -> LlamaWeights:
+def rounded_to_int8(weights: ModelWeights) -> ModelWeights:
     """The same weights with the values that int8 can hold, one scale a row: int8's results where nothing runs it. The
     embedding is looked up in full."""
     return replace(

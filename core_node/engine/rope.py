@@ -1,4 +1,4 @@
-"""Rotary position embedding on adjacent pairs (dimension 2i with 2i + 1), as llama.cpp rotates `llama` models.
+"""Rotary position embedding in the order in which llama.cpp stores K: adjacent pairs or halves, by architecture.
 
 Source: Su et al., "RoFormer" (2021).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from mesh.model.architectures import RopePairs
 from mesh.model.rope_scaling import inverse_frequencies
 
 
@@ -18,8 +19,13 @@ def rope_table(head_dim: int, base: float, scaling: str, n_positions: int) -> to
     return torch.stack((angles.cos(), angles.sin()), dim=1).float()
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: RopePairs = RopePairs.ADJACENT
+) -> torch.Tensor:
     """Rotate `x` [tokens, heads, head_dim] by the tokens' `cos` and `sin` (f32 [tokens, 1, head_dim / 2]);
     computed in f32, returned in x's dtype."""
-    even, odd = torch.unflatten(x.float(), -1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+    adjacent = pairs is RopePairs.ADJACENT
+    shape = (-1, 2) if adjacent else (2, -1)
+    across = -1 if adjacent else -2
+    a, b = torch.unflatten(x.float(), -1, shape).unbind(across)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=across).flatten(-2).to(x.dtype)

@@ -9,8 +9,8 @@ import torch
 
 from core_node.engine.attention import lay_out
 from core_node.engine.blocks import blocks_for
+from core_node.engine.decoder import DecoderModel
 from core_node.engine.kv_pool import KvPool
-from core_node.engine.llama import LlamaModel
 from core_node.engine.sampler import Logits, SampleRow, choose, is_argmax
 from core_node.engine.scheduler import Chunk
 from core_node.engine.sequence import Sequence
@@ -32,7 +32,7 @@ class StepModel(Protocol):
 class TorchStep:
     """The forward pass in torch: any device, any dtype, and the reference for every other StepModel."""
 
-    def __init__(self, model: LlamaModel) -> None:
+    def __init__(self, model: DecoderModel) -> None:
         self._model = model
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Tensors of a Hugging Face folder, under GGUF's names.
 
-Hugging Face checkpoints rotate dimension i with i + head_dim / 2; the rows of Q and K are put into adjacent-pair
-order here, which changes no score and gives K in the pool the canonical order.
+Hugging Face checkpoints rotate dimension i with i + head_dim / 2. Where llama.cpp turns adjacent pairs, the rows of Q
+and K are put into that order here, which changes no score and gives K in the pool the canonical order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from core_node.engine.architectures import architecture_of
 from mesh.errors import InvalidRequest
+from mesh.model.architectures import RopePairs, architecture_facts
 from mesh.model.description import ModelDescription
 
 _OUTER = {
@@ -38,10 +40,12 @@ _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element
 
 
-def canonical_name(hf_name: str) -> str:
-    """GGUF's name of a tensor; a name that has none stays as it is (and is refused later)."""
-    if (match := _LAYER.fullmatch(hf_name)) is not None and match[2] in _INNER:
-        return f"blk.{match[1]}.{_INNER[match[2]]}.weight"
+def canonical_name(hf_name: str, extra: Mapping[str, str]) -> str:
+    """GGUF's name of a tensor; a name that has none stays as it is (and is refused later). `extra`: GGUF's names of
+    the architecture's own vectors by Hugging Face's."""
+    if (match := _LAYER.fullmatch(hf_name)) is not None:
+        part = _INNER.get(match[2]) or extra.get(match[2])
+        return f"blk.{match[1]}.{part}.weight" if part is not None else hf_name
     return _OUTER.get(hf_name, hf_name)
 
 
@@ -56,6 +60,8 @@ class SafetensorsWeights:
 
     def __init__(self, description: ModelDescription) -> None:
         self._description = description
+        self._permutes = architecture_facts(description.architecture).pairs is RopePairs.ADJACENT
+        self._extra = {e.hf_name: e.name for e in architecture_of(description).extra}
         self._files: dict[str, tuple[Path, str]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._sizes: dict[str, int] = {}
@@ -80,6 +86,8 @@ class SafetensorsWeights:
                 tensor: torch.Tensor = file.get_tensor(hf_name)
         except (SafetensorError, OSError) as exc:
             raise InvalidRequest(f"{path.name}: cannot read {hf_name}: {exc}", field="model") from exc
+        if not self._permutes:
+            return tensor
         if name.endswith("attn_q.weight"):
             return to_adjacent_pairs(tensor, self._description.n_heads)
         if name.endswith("attn_k.weight"):
@@ -98,7 +106,7 @@ class SafetensorsWeights:
                             f"{path.name}: {hf_name} is {part.get_dtype()}; only float checkpoints can be read",
                             field="model",
                         )
-                    name = canonical_name(hf_name)
+                    name = canonical_name(hf_name, self._extra)
                     if name in self._files:
                         raise InvalidRequest(
                             f"{hf_name} is in both {self._files[name][0].name} and {path.name}", field="model"

@@ -1,18 +1,20 @@
-"""A `llama` model's weights on a device, from a GGUF file or a Hugging Face folder.
+"""A model's weights on a device, from a GGUF file or a Hugging Face folder.
 
-Both sources give the same tensors by the same (GGUF's) names, Q and K rows in adjacent-pair order, in one dtype.
+Both sources give the same tensors by the same (GGUF's) names, Q and K rows in the architecture's order, in one dtype.
 Every tensor that the model needs must be there with its exact shape, and a tensor that it has no use for (a bias,
 an expert) is refused: a model that is computed only in part would answer, and wrongly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from core_node.engine.architectures import architecture_of
+from core_node.engine.layers import LayerWeights
 from mesh.errors import InvalidRequest
 from mesh.model.description import ModelDescription
 
@@ -26,7 +28,7 @@ class WeightSource(Protocol):
         ...
 
     def load(self, name: str) -> torch.Tensor:
-        """That tensor on the CPU, dequantised; Q and K rows in adjacent-pair order."""
+        """That tensor on the CPU, dequantised; Q and K rows in the order of the architecture's RopePairs."""
         ...
 
     def size_bytes(self, name: str) -> int:
@@ -65,19 +67,7 @@ class ReportingSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """One block. Matrices are [out, in]; `qkv` stacks Q, K and V rows, `gate_up` stacks gate and up rows."""
-
-    attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    attention_out: torch.Tensor
-    ffn_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaWeights:
+class ModelWeights:
     """All weights; `head` is `embedding` itself if they are tied."""
 
     embedding: torch.Tensor
@@ -107,6 +97,7 @@ def expected_shapes(d: ModelDescription) -> dict[str, tuple[int, ...]]:
             f"blk.{i}.ffn_up.weight": (d.ffn_size, d.hidden_size),
             f"blk.{i}.ffn_down.weight": (d.hidden_size, d.ffn_size),
         }
+        shapes |= {f"blk.{i}.{e.name}.weight": (e.size(d),) for e in architecture_of(d).extra}
     return shapes
 
 
@@ -124,18 +115,18 @@ def check_shapes(d: ModelDescription, shapes: Mapping[str, tuple[int, ...]]) -> 
         )
 
 
-def load_weights(d: ModelDescription, source: WeightSource, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+def load_weights(d: ModelDescription, source: WeightSource, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Read all tensors. Blocks for seconds; raises InvalidRequest."""
     ends = load_ends(d, source, dtype, device)
     return replace(ends, layers=tuple(load_layers(d, source, dtype, device)))
 
 
-def load_ends(d: ModelDescription, source: WeightSource, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+def load_ends(d: ModelDescription, source: WeightSource, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """All but the layers. Raises InvalidRequest if the tensors are not those of the model."""
     check_shapes(d, source.shapes)
     load = _Loader(source, dtype, device)
     embedding = load.matrix("token_embd.weight")
-    return LlamaWeights(
+    return ModelWeights(
         embedding=embedding,
         layers=(),
         norm=load.norm("output_norm.weight"),
@@ -148,7 +139,8 @@ def load_layers(
 ) -> Iterator[LayerWeights]:
     """The layers in order, each read when it is asked for."""
     load = _Loader(source, dtype, device)
-    return (load.layer(i) for i in range(d.n_layers))
+    extra = [e.name for e in architecture_of(d).extra]
+    return (load.layer(i, extra) for i in range(d.n_layers))
 
 
 class _Loader:
@@ -165,7 +157,7 @@ class _Loader:
     def norm(self, name: str) -> torch.Tensor:
         return self._source.load(name).float().to(self._device)  # norms are computed in f32 whatever the dtype
 
-    def layer(self, i: int) -> LayerWeights:
+    def layer(self, i: int, extra: Sequence[str]) -> LayerWeights:
         return LayerWeights(
             attention_norm=self.norm(f"blk.{i}.attn_norm.weight"),
             qkv=self.matrix(*(f"blk.{i}.attn_{x}.weight" for x in "qkv")),
@@ -173,6 +165,7 @@ class _Loader:
             ffn_norm=self.norm(f"blk.{i}.ffn_norm.weight"),
             gate_up=self.matrix(f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight"),
             down=self.matrix(f"blk.{i}.ffn_down.weight"),
+            extra={name: self.norm(f"blk.{i}.{name}.weight") for name in extra},
         )
 
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from core_node.engine.attention import StepLayout, lay_out
 from core_node.engine.blocks import blocks_for
+from core_node.engine.decoder import DecoderModel
 from core_node.engine.gguf_weights import GgufWeights
 from core_node.engine.kv_pool import KvPool
-from core_node.engine.llama import LlamaModel
 from core_node.engine.safetensors_weights import SafetensorsWeights
 from core_node.engine.scheduler import Chunk
 from core_node.engine.sequence import Sequence
@@ -46,7 +46,7 @@ class ModelProbe:
         path: Path = description.path
         source = SafetensorsWeights(description) if path.is_dir() else GgufWeights(path)
         self.geometry = description.geometry
-        self._model = LlamaModel(description, load_weights(description, source, dtype, _CPU), window_tokens)
+        self._model = DecoderModel(description, load_weights(description, source, dtype, _CPU), window_tokens)
         self._blocks = list(range(blocks_for(window_tokens)))
         self._pool = KvPool(description.geometry, len(self._blocks), KvDtype.F32, _CPU)
 

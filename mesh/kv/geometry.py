@@ -27,8 +27,8 @@ class KvDtype(Enum):
 class KvGeometry:
     """Everything that fixes the meaning of a KV row, except the weights.
 
-    K is stored after RoPE in llama.cpp's dimension order for the architecture (for `llama`: adjacent pairs,
-    2i with 2i+1). Two nodes may exchange KV only if `layout_hash` is equal.
+    K is stored after RoPE in llama.cpp's dimension order for the architecture (mesh.model.architectures; for
+    `llama`: adjacent pairs, 2i with 2i+1). Two nodes may exchange KV only if `layout_hash` is equal.
     """
 
     architecture: str

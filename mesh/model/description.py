@@ -11,20 +11,21 @@ import hashlib
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from gguf.constants import GGMLQuantizationType, LlamaFileType
 
 from mesh.errors import InvalidRequest
 from mesh.kv.geometry import KvGeometry
+from mesh.model.architectures import architecture_facts, facts_of_hf_class
 from mesh.model.gguf_file import GgufFile, read_gguf
 from mesh.model.rope_scaling import recognise_llama3, scaling_text
 from mesh.model.vocabulary import Vocabulary, parse_object, read_text, vocabulary_of_folder, vocabulary_of_gguf
 
-SUPPORTED_ARCHITECTURES: Final = ("llama",)
-_HF_ARCHITECTURES: Final = {"LlamaForCausalLM": "llama"}
 _PRECISION = re.compile(
     r"(?<![a-z0-9])(i?q[1-8](_[0-9ksmlx]+)*|iq[1-4]_[a-z]+|tq[12]_0|mxfp4|nvfp4|[bf]p?f?(4|8|16|32)|int[48]|gguf|awq|gptq)"
     r"(?![a-z0-9])"
@@ -108,9 +109,8 @@ def _file_digest(path: Path, _size_bytes: int, _mtime_ns: int) -> str:
 
 
 def _describe_gguf(file: GgufFile, model_id: str | None, lineage: str | None) -> ModelDescription:
-    architecture = file.text("general.architecture")
-    _check_architecture(architecture, file.path)
-    a = architecture
+    with _naming(file.path):
+        a = architecture_facts(file.text("general.architecture")).name
     vocabulary = vocabulary_of_gguf(file)
     embedding = file.tensor("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != len(vocabulary.tokens):
@@ -126,11 +126,13 @@ def _describe_gguf(file: GgufFile, model_id: str | None, lineage: str | None) ->
         raise InvalidRequest(f"{file.path.name}: rotating only a part of each head is not supported", field="model")
     if file.integer(f"{a}.expert_count", 0):
         raise InvalidRequest(f"{file.path.name}: mixtures of experts are not supported", field="model")
+    if file.integer(f"{a}.attention.sliding_window", 0):
+        raise InvalidRequest(f"{file.path.name}: sliding-window attention is not supported", field="model")
     name = file.text("general.name", "") or file.text("general.basename", "") or file.path.stem
     template = file.text("tokenizer.chat_template", "")
     return _assemble(
         file.path, model_id, lineage, name, vocabulary,
-        architecture=architecture, n_layers=file.integer(f"{a}.block_count"), hidden_size=hidden, n_heads=n_heads,
+        architecture=a, n_layers=file.integer(f"{a}.block_count"), hidden_size=hidden, n_heads=n_heads,
         n_kv_heads=file.integer(f"{a}.attention.head_count_kv", n_heads), head_dim=head_dim,
         ffn_size=file.integer(f"{a}.feed_forward_length"),
         rope_base=file.number(f"{a}.rope.freq_base", 10_000.0), rope_scaling=_gguf_scaling(file, a, head_dim),
@@ -144,12 +146,12 @@ def _describe_folder(folder: Path, model_id: str | None, lineage: str | None) ->
     path = folder / "config.json"
     config = parse_object(read_text(path), path)
     names = config.get("architectures") or ["(none)"]
-    architecture = _HF_ARCHITECTURES.get(str(names[0]), str(names[0]))
-    _check_architecture(architecture, folder)
+    with _naming(folder):
+        architecture = facts_of_hf_class(str(names[0])).name
     if not any(folder.glob("*.safetensors")):
         raise InvalidRequest(f"{folder}: there is no .safetensors file", field="model")
-    if config.get("hidden_act", "silu") != "silu" or config.get("attention_bias") or config.get("mlp_bias"):
-        raise InvalidRequest(f"{path}: biases and activations other than silu are not supported", field="model")
+    _refuse_unsupported(config, path)
+    rope = _hf_rope(config)
     hidden, n_heads = _whole(config, "hidden_size", path), _whole(config, "num_attention_heads", path)
     return _assemble(
         folder, model_id, lineage, str(config.get("_name_or_path") or folder.name).split("/")[-1],
@@ -158,7 +160,7 @@ def _describe_folder(folder: Path, model_id: str | None, lineage: str | None) ->
         n_heads=n_heads, n_kv_heads=_whole(config, "num_key_value_heads", path, n_heads),
         head_dim=_whole(config, "head_dim", path, hidden // n_heads if n_heads > 0 else 0),
         ffn_size=_whole(config, "intermediate_size", path),
-        rope_base=_real(config, "rope_theta", path, 10_000.0), rope_scaling=_hf_scaling(config, path),
+        rope_base=_real(rope, "rope_theta", path, 10_000.0), rope_scaling=_hf_scaling(rope, path),
         norm_eps=_real(config, "rms_norm_eps", path, 1e-6),
         context_tokens=_whole(config, "max_position_embeddings", path, 2048),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -191,13 +193,33 @@ def _assemble(
     )
 
 
-def _check_architecture(architecture: str, path: Path) -> None:
-    if architecture not in SUPPORTED_ARCHITECTURES:
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequest as exc:
+        raise InvalidRequest(f"{path.name}: {exc.message}", **exc.details) from exc
+
+
+def _refuse_unsupported(config: dict[str, Any], path: Path) -> None:
+    """What a config.json may ask for and no engine here computes."""
+    if config.get("hidden_act", "silu") != "silu" or config.get("attention_bias") or config.get("mlp_bias"):
+        raise InvalidRequest(f"{path}: biases and activations other than silu are not supported", field="model")
+    window, switched_off = config.get("sliding_window"), config.get("use_sliding_window") is False
+    context = _whole(config, "max_position_embeddings", path, 2048)
+    if window is not None and not switched_off and not (isinstance(window, int) and window >= context):
         raise InvalidRequest(
-            f"{path.name}: architecture {architecture!r} is not supported; supported: "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}",
+            f"{path}: sliding-window attention ({window} of {context} tokens) is not supported; a copy of the model "
+            f"with max_position_embeddings at most {window} in its config.json is, since it never leaves the window",
             field="model",
         )
+
+
+def _hf_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """RoPE's parameters in one place: newer files keep all in `rope_parameters`, older ones beside `rope_scaling`."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling")
+    rope: dict[str, Any] = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
+    return rope | (scaling if isinstance(scaling, dict) else {})
 
 
 def _slug(name: str) -> str:
@@ -223,10 +245,9 @@ def _gguf_scaling(file: GgufFile, a: str, head_dim: int) -> str:
     return _scaling(file.path, kind, parameters)
 
 
-def _hf_scaling(config: dict[str, Any], path: Path) -> str:
-    scaling = config.get("rope_scaling")
-    if not isinstance(scaling, dict):
-        return "none"
+def _hf_scaling(scaling: dict[str, Any], path: Path) -> str:
+    if _real(scaling, "partial_rotary_factor", path, 1.0) != 1.0:
+        raise InvalidRequest(f"{path}: rotating only a part of each head is not supported", field="model")
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     names = {"linear": ("factor",), "llama3": ("factor", "high_freq_factor", "low_freq_factor")}.get(kind, ())
     parameters = {name: _real(scaling, name, path) for name in names}
@@ -236,10 +257,8 @@ def _hf_scaling(config: dict[str, Any], path: Path) -> str:
 
 
 def _scaling(path: Path, kind: str, parameters: dict[str, float]) -> str:
-    try:
+    with _naming(path):
         return scaling_text(kind, **parameters)
-    except InvalidRequest as exc:
-        raise InvalidRequest(f"{path.name}: {exc.message}", field="model") from exc
 
 
 def _gguf_dtype(file: GgufFile) -> str:

@@ -17,6 +17,7 @@ from mesh.kv.elements import from_f32, to_f32
 from mesh.kv.geometry import KvDtype, KvGeometry
 from mesh.kv.kvtc.artifact import Artifact, Setting, n_features
 from mesh.kv.slab import KvSlab
+from mesh.model.architectures import RopePairs, architecture_facts
 from mesh.model.rope_scaling import inverse_frequencies
 
 F32 = NDArray[np.float32]
@@ -44,12 +45,17 @@ def slab_of(features: F32, geometry: KvGeometry, start: int, dtype: KvDtype) -> 
 
 
 def _rotate(k: F32, geometry: KvGeometry, start: int, sign: float) -> None:
-    """Rotate [n_tokens, n_layers, n_kv_heads, head_dim] in place, adjacent pairs, by sign * position."""
+    """Rotate [n_tokens, n_layers, n_kv_heads, head_dim] in place, in the architecture's pairs, by sign * position."""
     frequencies = inverse_frequencies(geometry.head_dim, geometry.rope_base, geometry.rope_scaling)
     angles = np.arange(start, start + len(k), dtype=np.float64)[:, None] * (sign * frequencies)
-    turn = (np.cos(angles) + 1j * np.sin(angles)).astype(np.complex64)
-    pairs = k.view(np.complex64)
-    pairs *= turn[:, None, None, :]
+    turn = (np.cos(angles) + 1j * np.sin(angles)).astype(np.complex64)[:, None, None, :]
+    if architecture_facts(geometry.architecture).pairs is RopePairs.ADJACENT:
+        pairs = k.view(np.complex64)
+        pairs *= turn
+        return
+    half = geometry.head_dim // 2
+    turned = (k[..., :half] + 1j * k[..., half:]) * turn
+    k[..., :half], k[..., half:] = turned.real, turned.imag
 
 
 class LinearMaps(Protocol):

@@ -1,4 +1,4 @@
-"""Tiny random `llama` checkpoints, written as GGUF and as a Hugging Face folder. Weights by Hugging Face's names."""
+"""Tiny random checkpoints of each architecture, as GGUF and as a Hugging Face folder; weights by the latter's names."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ MERGES = tuple(f"{a} {b}" for a in "aeio" for b in "nrst")
 class TinyConfig:
     """Shape of a checkpoint."""
 
+    architecture: str = "llama"
     n_layers: int = 3
     hidden_size: int = 64
     n_heads: int = 4
@@ -53,8 +54,8 @@ def random_weights(config: TinyConfig, seed: int = 0) -> dict[str, torch.Tensor]
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
         return torch.randn(rows, columns, generator=g) * gain / columns**0.5
 
-    def norm() -> torch.Tensor:
-        return 1.0 + 0.2 * torch.randn(config.hidden_size, generator=g)
+    def norm(size: int = config.hidden_size) -> torch.Tensor:
+        return 1.0 + 0.2 * torch.randn(size, generator=g)
 
     h, q, kv = config.hidden_size, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     weights = {
@@ -76,6 +77,8 @@ def random_weights(config: TinyConfig, seed: int = 0) -> dict[str, torch.Tensor]
             p + "mlp.up_proj.weight": matrix(config.ffn_size, h),
             p + "mlp.down_proj.weight": matrix(h, config.ffn_size, gain=2.0),
         }
+        if config.architecture == "qwen3":
+            weights |= {p + f"self_attn.{x}_norm.weight": norm(config.head_dim) for x in "qk"}
     return weights
 
 
@@ -85,6 +88,8 @@ GGUF_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -93,14 +98,14 @@ GGUF_NAMES = {
 
 
 def gguf_tensors(weights: Mapping[str, torch.Tensor], config: TinyConfig) -> dict[str, np.ndarray]:
-    """The same weights under GGUF's names, Q and K rows interleaved as llama.cpp's converter does."""
+    """The same weights under GGUF's names; of `llama`, Q and K rows interleaved as llama.cpp's converter does."""
     out: dict[str, np.ndarray] = {}
     for name, tensor in weights.items():
         array = tensor.numpy()
         if name.startswith("model.layers."):
             _, _, layer, rest = name.split(".", 3)
             part = rest.removesuffix(".weight")
-            if part in ("self_attn.q_proj", "self_attn.k_proj"):
+            if config.architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
                 n_heads = config.n_heads if "q_proj" in part else config.n_kv_heads
                 array = array.reshape(n_heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(array.shape)
             out[f"blk.{layer}.{GGUF_NAMES[part]}.weight"] = np.ascontiguousarray(array)
@@ -116,12 +121,12 @@ def write_gguf(
     config: TinyConfig,
     *,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-    architecture: str = "llama",
+    architecture: str | None = None,
     drop: str | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """Write a GGUF; matrices in `kind`, norms in f32. `drop` leaves a tensor out, `extra` adds or replaces some."""
-    w = gguf.GGUFWriter(path, architecture)
+    w = gguf.GGUFWriter(path, architecture or config.architecture)
     w.add_name("tiny")
     w.add_block_count(config.n_layers)
     w.add_context_length(config.context_tokens)
@@ -172,8 +177,8 @@ def write_folder(
     (folder / "config.json").write_text(
         json.dumps(
             {
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
+                "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[config.architecture]],
+                "model_type": config.architecture,
                 "hidden_act": "silu",
                 "num_hidden_layers": config.n_layers,
                 "hidden_size": config.hidden_size,
@@ -191,13 +196,18 @@ def write_folder(
             }
         )
     )
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer_json(tokens)))
+    write_tokenizer(folder)
     names = sorted(weights)
     for n in range(n_files):
         part = {name: weights[name].to(dtype).contiguous() for name in names[n::n_files]}
         name = "model.safetensors" if n_files == 1 else f"model-{n + 1:05}-of-{n_files:05}.safetensors"
         save_file(part, folder / name)
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """tokenizer.json of the tiny vocabulary."""
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer_json(vocabulary())))
 
 
 def _tokenizer_json(tokens: list[str]) -> dict[str, object]:

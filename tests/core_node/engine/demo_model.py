@@ -33,6 +33,8 @@ def demo_reference(path: Path) -> Reference:
     }
     for i in range(N_LAYERS):
         for hf_name, name in GGUF_NAMES.items():
+            if name.endswith(("q_norm", "k_norm")):  # other architectures have them
+                continue
             w = raw[f"blk.{i}.{name}.weight"]
             if name in ("attn_q", "attn_k"):
                 n_heads = N_HEADS if name == "attn_q" else N_KV_HEADS

@@ -1,4 +1,4 @@
-"""A plain dense forward pass of the `llama` architecture, written apart from the engine.
+"""A plain dense forward pass of the `llama` and `qwen3` architectures, written apart from the engine.
 
 Whole sequence at once, no cache, no blocks, f32 (or f64), from weights in Hugging Face's layout with RoPE on
 (i, i + head_dim / 2) pairs, heads repeated and scores made by hand.
@@ -41,6 +41,8 @@ class Reference:
             q = self._heads(h @ w[p + "self_attn.q_proj.weight"].T)
             k = self._heads(h @ w[p + "self_attn.k_proj.weight"].T)
             v = self._heads(h @ w[p + "self_attn.v_proj.weight"].T)
+            if p + "self_attn.q_norm.weight" in w:
+                q, k = (self._norm(t, w[p + f"self_attn.{x}_norm.weight"]) for t, x in ((q, "q"), (k, "k")))
             q, k = q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
             k, v = (t.repeat_interleave(self.n_heads // self.n_kv_heads, 0) for t in (k, v))
             scores = (q @ k.transpose(1, 2) / d**0.5).masked_fill(~past, float("-inf"))

@@ -91,11 +91,11 @@ def test_what_weights_take(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(models, "best_variant", lacking)
     bf16 = tiny_settings(tiny_gguf, dtype="bf16")
-    assert kernels_refusal(bf16, KvDtype.BF16, CPU) == "the processor has no legs"
+    assert kernels_refusal(bf16, d, KvDtype.BF16, CPU) == "the processor has no legs"
     assert weights_bytes(bf16, d, CPU) == {"bf16": 2 * n, "f32": 4 * n}
     assert weights_bytes(tiny_settings(tiny_gguf, dtype="int8"), d, CPU)["int8"] == 2 * n
     monkeypatch.setattr(models, "best_variant", lambda: AVX2)
-    assert kernels_refusal(bf16, KvDtype.BF16, CPU) is None
+    assert kernels_refusal(bf16, d, KvDtype.BF16, CPU) is None
     assert weights_bytes(bf16, d, CPU) == {"bf16": 2 * (n + table), "f32": 4 * n, "int8": n + 2 * table}
 
 

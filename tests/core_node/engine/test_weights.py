@@ -14,9 +14,9 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 
 from core_node.engine.attention import lay_out
+from core_node.engine.decoder import DecoderModel
 from core_node.engine.gguf_weights import GgufWeights
 from core_node.engine.kv_pool import KvPool
-from core_node.engine.llama import LlamaModel
 from core_node.engine.loading import load_engine
 from core_node.engine.safetensors_weights import SafetensorsWeights, canonical_name, to_adjacent_pairs
 from core_node.engine.scheduler import Chunk
@@ -38,7 +38,7 @@ def engine_logits(path: Path, token_ids: list[int] = PROMPT, dtype: torch.dtype 
     """Logits after the last token, computed in two unequal chunks over scattered blocks."""
     d = describe(path)
     source = SafetensorsWeights(d) if path.is_dir() else GgufWeights(path)
-    model = LlamaModel(d, load_weights(d, source, dtype, CPU), d.context_tokens)
+    model = DecoderModel(d, load_weights(d, source, dtype, CPU), d.context_tokens)
     pool = KvPool(d.geometry, 8, KvDtype.F32, CPU)
     sequence = Sequence(run_id=RunId("r"), token_ids=token_ids, root=b"", blocks=[5, 2, 7])
     with torch.inference_mode():
@@ -137,9 +137,9 @@ def test_adjacent_pairs() -> None:
 
 
 def test_canonical_names() -> None:
-    assert canonical_name("model.layers.12.mlp.up_proj.weight") == "blk.12.ffn_up.weight"
-    assert canonical_name("lm_head.weight") == "output.weight"
-    assert canonical_name("model.layers.0.self_attn.q_proj.bias") == "model.layers.0.self_attn.q_proj.bias"
+    assert canonical_name("model.layers.12.mlp.up_proj.weight", {}) == "blk.12.ffn_up.weight"
+    assert canonical_name("lm_head.weight", {}) == "output.weight"
+    assert canonical_name("model.layers.0.self_attn.q_proj.bias", {}) == "model.layers.0.self_attn.q_proj.bias"
 
 
 # --- bad files ------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_an_integer_checkpoint(tiny_weights: dict[str, torch.Tensor], tmp_path: 
 
 def test_a_folder_of_another_architecture(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MistralForCausalLM"]}))
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["GemmaForCausalLM"]}))
     refused(folder, "is not supported")
 
 

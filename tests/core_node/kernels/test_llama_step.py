@@ -13,16 +13,16 @@ import torch
 from numpy.typing import NDArray
 
 from core_node.engine.blocks import blocks_for
+from core_node.engine.decoder import DecoderModel
 from core_node.engine.gguf_weights import GgufWeights
 from core_node.engine.kernel_step import KernelStep
 from core_node.engine.kv_pool import KvPool
-from core_node.engine.llama import LlamaModel
 from core_node.engine.models import rounded_to_int8
 from core_node.engine.runner import TorchStep
 from core_node.engine.sampler import Logits
 from core_node.engine.scheduler import Chunk
 from core_node.engine.sequence import Sequence
-from core_node.engine.weights import LlamaWeights, load_weights
+from core_node.engine.weights import ModelWeights, load_weights
 from core_node.kernels.build import VARIANTS, Variant, cpu_features, library
 from mesh.errors import NotImplementedHere
 from mesh.kv.geometry import KvDtype
@@ -100,10 +100,10 @@ class Bench:
             weights = widened(weights)
         if self.int8:
             weights = rounded_to_int8(weights)
-        return TorchStep(LlamaModel(self.description, weights, 512))
+        return TorchStep(DecoderModel(self.description, weights, 512))
 
 
-def widened(weights: LlamaWeights) -> LlamaWeights:
+def widened(weights: ModelWeights) -> ModelWeights:
     layers = tuple(
         replace(
             layer,
