@@ -21,7 +21,7 @@ from mesh.identity.principal import AccessRole, Principal
 from mesh.model.description import ModelDescription
 from mesh.model.tokenizer import Tokenizer
 from mesh.node.engine import EngineLoad, RunId
-from mesh.node.host import NodeHost
+from mesh.node.host import HostSettings, NodeHost
 from mesh.node.port import KvOrder, KvReport, NodePort, PortEvent, RunOrder
 from mesh.telemetry.metrics import Metrics
 from mesh.v1 import inference_pb2 as pb
@@ -121,11 +121,15 @@ class MemoryNode:
     async def move_kv(self, order: KvOrder) -> KvReport:
         self.orders.append(order)
         self._check_up()
+        # A task of its own, as it is at a node that is another process: if the node ends, its caller does not.
+        work = asyncio.create_task(self.host.move_kv(order, self.network.dial_from(self.place)))
         try:
-            return await self.host.move_kv(order, self.network.dial_from(self.place))
-        except MeshError:
-            self._check_up()
-            raise
+            await asyncio.wait((work,))
+        finally:
+            work.cancel()
+            await asyncio.wait((work,))
+        self._check_up()
+        return work.result()
 
     async def release(self, run_id: RunId) -> None:
         self._check_up()
@@ -163,7 +167,10 @@ class MemoryMesh:
         step_delay_s: float = 0.0,
         rtt_s: float = 0.001,
         context_tokens: int = 1024,
+        host_settings: HostSettings | None = None,
     ) -> None:
+        self._host_settings = host_settings
+        self.speeds: dict[str, tuple[float, float]] = {}  # of nodes that are not as fast as their tier
         self.book = PolicyBook.of([(TENANT, policy, 1)])
         self.node_book: PolicyBook | None = None  # what border guards know, if it is not the entry's
         self.network = MemoryNetwork()
@@ -184,7 +191,8 @@ class MemoryMesh:
 
     def _make(self, place: Place, signer_of: Callable[[Place], Signer], step_delay_s: float) -> MemoryNode:
         engine = FakeEngine(step_delay_s=step_delay_s, prefill_chunk_tokens=32)
-        host = NodeHost(engine, signer_of(place), BookGuard(lambda: self.node_book or self.book), place)
+        host = NodeHost(engine, signer_of(place), BookGuard(lambda: self.node_book or self.book), place,
+                        settings=self._host_settings)  # fmt: skip
         self.network.add(host)
         return MemoryNode(place, engine, host, self.network)
 
@@ -195,7 +203,7 @@ class MemoryMesh:
         return build_snapshot(facts, entry_node_id=self.entry.node_id, version=1)
 
     def _facts(self, node: MemoryNode) -> NodeFacts:
-        prefill, decode = SPEEDS[node.place.tier.value]
+        prefill, decode = self.speeds.get(node.place.node_id, SPEEDS[node.place.tier.value])
         info = node.engine.info
         load = EngineLoad(
             running=0, waiting=0, waiting_prefill_tokens=0, kv_used_tokens=0, kv_capacity_tokens=4096,
