@@ -17,7 +17,8 @@ _LEAST_GAIN_RATIO = 0.9  # of growth to shipment; above it another round is not 
 
 
 class Precopy:
-    """One shipment. `pause_tokens`: the last copy may take as long as making so many tokens."""
+    """One shipment. `pause_tokens`: the last copy may take as long as making so many tokens. `max_rounds` 0: stop the
+    run at once."""
 
     def __init__(self, *, pause_tokens: float = 2.0, max_rounds: int = 16) -> None:
         self._pause_tokens = pause_tokens

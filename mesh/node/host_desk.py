@@ -73,6 +73,11 @@ class Desk:
         self.change()
         return run
 
+    def run_of(self, run_id: RunId) -> HostRun | None:
+        """The run of this name, if it is one and not a hold."""
+        run = self._runs.get(run_id)
+        return run if run is not None and run.entry.phase is Phase.RUNNING else None
+
     async def stop(self, run: HostRun) -> None:
         """Cancel it if it goes on. A hold that it became stays."""
         await run.cancel()

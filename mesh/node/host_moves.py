@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,9 +277,24 @@ class Moves:
                     f"{entry.run_id!r} was imported with tokens that are not known here yet", field="source_run_id"
                 )
             if opening.source.pause:
-                precopy = Precopy(pause_tokens=self._settings.pause_tokens)
-                yield MovingSource(self._desk.engine, entry, kv_tokens, precopy)
+                with self._moving(opening, entry, kv_tokens) as source:
+                    yield source
             else:
                 yield HeldSource(entry, kv_tokens)
         finally:
             self._desk.ledger.unpin(entry)
+
+    @contextmanager
+    def _moving(self, opening: KvOpen, entry: Entry, kv_tokens: int) -> Iterator[Source]:
+        """A run, slowed while it is shipped if that was ordered."""
+        precopy = Precopy(pause_tokens=self._settings.pause_tokens)
+        if opening.source.stop_first:
+            precopy = Precopy(max_rounds=0)
+        run = self._desk.run_of(entry.run_id)
+        if run is not None:
+            run.pace(opening.source.pace_s)
+        try:
+            yield MovingSource(self._desk.engine, entry, kv_tokens, precopy, run)
+        finally:
+            if run is not None:
+                run.pace(0.0)

@@ -2,14 +2,18 @@
 
 The ledger must know the tokens of a run while its KV is being shipped, so the engine's events are taken as they
 come and queued; the queue is bounded by the run's own max_tokens.
+
+A run can be paced while it moves: it is then made a hold after each token, and continued from it when the next one is
+due. Nobody but its engine sees that; its KV stays where it is, and can be exported all the time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 
-from mesh.errors import Cancelled, Expired, Internal, MeshError
+from mesh.errors import Cancelled, Expired, Internal, MeshError, NotFound
 from mesh.node.engine import Engine, Finished, Held, Prefilled, RunEvent, RunId, RunSpec, Tokens
 from mesh.node.host_counters import Counters
 from mesh.node.host_ledger import Entry, Ledger
@@ -45,6 +49,11 @@ class HostRun:
         self._generated_tokens = 0
         self._started_unix_s = clock.unix_s()
         self._ended_unix_s = 0.0
+        self._token_ids = list(order.token_ids)
+        self._pace_s = 0.0
+        self._next_token_s = 0.0  # when the pace lets it be made
+        self._pausing = False  # somebody wants it to become a hold
+        self._resting: asyncio.Event | None = None  # it is a hold in the engine, for its pace only; set to end that
         self._task = asyncio.create_task(self._pump(), name=f"run:{order.run_id}")
 
     async def events(self) -> AsyncGenerator[RunEvent, None]:
@@ -56,6 +65,20 @@ class HostRun:
             yield item
             if isinstance(item, Finished | Held):
                 return
+
+    async def pause(self) -> None:
+        """Have it become a hold after its current step. Raises what the engine raises (NotFound: it just ended)."""
+        self._pausing = True
+        if self._resting is not None:
+            self._resting.set()  # it is one
+        else:
+            await self._engine.pause(self.order.run_id)
+
+    def pace(self, min_interval_s: float) -> None:
+        """Make a token at most this often from now on; 0: as often as the engine does."""
+        self._pace_s = min_interval_s
+        if not min_interval_s and self._resting is not None:
+            self._resting.set()
 
     async def cancel(self) -> None:
         """Stop it if it runs, and wait until the engine has freed it. A hold that it became stays."""
@@ -101,13 +124,9 @@ class HostRun:
         deadline_s = self.order.context.deadline_s
         try:
             async with asyncio.timeout(deadline_s) as limit:
-                events = self._engine.generate(self._spec())
-                try:
-                    async for event in events:
-                        self._take(event)
-                finally:
-                    # Closing frees the engine's memory now; the garbage collector would do it some time.
-                    await events.aclose()  # type: ignore[attr-defined]
+                kv_from = self.order.kv_from
+                while await self._drive_once(kv_from):
+                    kv_from = self.order.run_id
         except TimeoutError as exc:
             if not limit.expired():
                 raise
@@ -115,16 +134,59 @@ class HostRun:
         if self._ended_unix_s == 0.0:
             raise Internal("the engine ended a run without an outcome")
 
-    def _spec(self) -> RunSpec:
+    async def _drive_once(self, kv_from: RunId | None) -> bool:
+        """One run of the engine; whether there is to be another one, from the hold that it became."""
+        events = self._engine.generate(self._spec(kv_from))
+        try:
+            async for event in events:
+                if isinstance(event, Held) and self._resting is not None:
+                    if await self._rest(event):
+                        return True
+                    self._resting = None
+                elif isinstance(event, Prefilled) and self._generated_tokens:
+                    continue  # of a run that was paced
+                self._take(event)
+                if isinstance(event, Tokens):
+                    await self._slow_down()
+        finally:
+            # Closing frees the engine's memory now; the garbage collector would do it some time.
+            await events.aclose()  # type: ignore[attr-defined]
+        return False
+
+    async def _slow_down(self) -> None:
+        """After a token: the engine is to make no more of them than the pace allows. One that it had begun still comes,
+        and is waited for twice as long."""
+        self._next_token_s = max(self._next_token_s, self._clock.monotonic_s()) + self._pace_s
+        if self._pace_s and not self._pausing and self._resting is None:
+            self._resting = asyncio.Event()
+            try:
+                await self._engine.pause(self.order.run_id)
+            except NotFound:
+                self._resting = None  # that was its last token
+
+    async def _rest(self, held: Held) -> bool:
+        """Until the next token is due; False if it stays a hold."""
+        assert self._resting is not None
+        due_s = self._next_token_s - self._clock.monotonic_s()
+        if not self._pausing and due_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due_s):
+                    await self._resting.wait()
+        if self._pausing:
+            return False
+        self._resting = None
+        return held.kv_tokens < len(self._token_ids)
+
+    def _spec(self, kv_from: RunId | None) -> RunSpec:
         order = self.order
         return RunSpec(
             run_id=order.run_id,
-            token_ids=order.token_ids,
+            token_ids=tuple(self._token_ids),
             prompt_tokens=order.prompt_tokens,
             sampling=order.sampling,
             salt=order.context.salt,
             priority=order.priority,
-            kv_from=order.kv_from,
+            kv_from=kv_from,
             prefill_only=order.prefill_only,
         )
 
@@ -137,6 +199,7 @@ class HostRun:
                 entry.changed.beat()
             case Tokens():
                 self._generated_tokens += len(event.ids)
+                self._token_ids += event.ids
                 entry.names.extend(event.ids)
                 entry.changed.beat()
             case Finished():
@@ -160,6 +223,8 @@ class HostRun:
         self._queue.put_nowait(error)
         if self._claimed is not None:
             await let_go(self._engine, self._claimed.run_id)
+        if self._resting is not None:  # in the engine it is a hold, or about to be
+            await let_go(self._engine, self.order.run_id)
 
 
 async def let_go(engine: Engine, run_id: RunId) -> None:

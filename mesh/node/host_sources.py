@@ -88,15 +88,16 @@ class PrefillSource:
 
 class MovingSource:
     """A run that goes on while it is shipped, round by round (mesh.kv.precopy), and is then paused; the rest is
-    shipped from the hold that it becomes."""
+    shipped from the hold that it becomes. `run` None: it is a hold already."""
 
     settles: bool = True
 
-    def __init__(self, engine: Engine, entry: Entry, kv_tokens: int, precopy: Precopy) -> None:
+    def __init__(self, engine: Engine, entry: Entry, kv_tokens: int, precopy: Precopy, run: HostRun | None) -> None:
         self.entry = entry
         self.count_tokens = kv_tokens
         self._engine = engine
         self._precopy = precopy
+        self._run = run
 
     async def next(self, position: int) -> Ready:
         if self.entry.phase is Phase.RUNNING:
@@ -111,8 +112,9 @@ class MovingSource:
         return None  # the run's own stream carries it
 
     async def _pause(self) -> None:
+        assert self._run is not None  # it runs
         try:
-            await self._engine.pause(self.entry.run_id)
+            await self._run.pause()
         except NotFound:
             pass  # it ended at this moment; the ledger is about to hear how
         while self.entry.phase is Phase.RUNNING:

@@ -97,11 +97,15 @@ class KvSource:
     prefix cache holds of the head costs it nothing, and only what the receiver misses travels.
 
     With `run_id` of a running run and `pause`, the source ships what it has while it goes on decoding, then
-    pauses the run, ships the rest and commits."""
+    pauses the run, ships the rest and commits. `stop_first`: it pauses the run before it ships anything. `pace_s`:
+    while it is shipped, the run makes a token at most this often; 0: as often as it can. A run whose move fails goes
+    on at its own speed."""
 
     run_id: RunId
     prefill: RunOrder | None = None
     pause: bool = False
+    stop_first: bool = False
+    pace_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,6 +204,8 @@ def open_to_wire(opening: KvOpen) -> node_pb2.KvOpen:
         source_run_id=opening.source.run_id,
         prefill=None if prefill is None else order_to_wire(prefill),
         pause=opening.source.pause,
+        stop_first=opening.source.stop_first,
+        pace_s=opening.source.pace_s,
         target_run_id=opening.target,
         tokens=common_pb2.TokenIds(ids=opening.token_ids),
         max_tokens=opening.max_tokens,
@@ -226,6 +228,8 @@ def open_from_wire(message: node_pb2.KvOpen) -> KvOpen:
         run_id=RunId(bounds.name("source_run_id", message.source_run_id)),
         prefill=order_from_wire(message.prefill) if message.HasField("prefill") else None,
         pause=message.pause,
+        stop_first=message.stop_first,
+        pace_s=bounds.not_negative("pace_s", message.pace_s),
     )
     return KvOpen(
         transfer_id=bounds.name("transfer_id", message.transfer_id),

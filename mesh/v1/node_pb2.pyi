@@ -164,7 +164,7 @@ class KvFrame(_message.Message):
     def __init__(self, open: _Optional[_Union[KvOpen, _Mapping]] = ..., offer: _Optional[_Union[KvOffer, _Mapping]] = ..., want: _Optional[_Union[KvWant, _Mapping]] = ..., chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., piece: _Optional[_Union[KvPiece, _Mapping]] = ..., commit: _Optional[_Union[KvCommit, _Mapping]] = ..., done: _Optional[_Union[KvDone, _Mapping]] = ..., abort: _Optional[_Union[KvAbort, _Mapping]] = ..., ack: _Optional[_Union[KvAck, _Mapping]] = ..., resume: _Optional[_Union[KvResume, _Mapping]] = ..., resumed: _Optional[_Union[KvResumed, _Mapping]] = ...) -> None: ...
 
 class KvOpen(_message.Message):
-    __slots__ = ("transfer_id", "direction", "context", "source_run_id", "prefill", "pause", "target_run_id", "tokens", "max_tokens", "codec", "token", "own_tokens")
+    __slots__ = ("transfer_id", "direction", "context", "source_run_id", "prefill", "pause", "target_run_id", "tokens", "max_tokens", "codec", "token", "own_tokens", "stop_first", "pace_s")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,8 @@ class KvOpen(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     OWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIRST_FIELD_NUMBER: _ClassVar[int]
+    PACE_S_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     direction: KvDirection
     context: WorkContext
@@ -189,7 +191,9 @@ class KvOpen(_message.Message):
     codec: str
     token: bytes
     own_tokens: int
-    def __init__(self, transfer_id: _Optional[str] = ..., direction: _Optional[_Union[KvDirection, str]] = ..., context: _Optional[_Union[WorkContext, _Mapping]] = ..., source_run_id: _Optional[str] = ..., prefill: _Optional[_Union[RunOrder, _Mapping]] = ..., pause: _Optional[bool] = ..., target_run_id: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ..., codec: _Optional[str] = ..., token: _Optional[bytes] = ..., own_tokens: _Optional[int] = ...) -> None: ...
+    stop_first: bool
+    pace_s: float
+    def __init__(self, transfer_id: _Optional[str] = ..., direction: _Optional[_Union[KvDirection, str]] = ..., context: _Optional[_Union[WorkContext, _Mapping]] = ..., source_run_id: _Optional[str] = ..., prefill: _Optional[_Union[RunOrder, _Mapping]] = ..., pause: _Optional[bool] = ..., target_run_id: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., max_tokens: _Optional[int] = ..., codec: _Optional[str] = ..., token: _Optional[bytes] = ..., own_tokens: _Optional[int] = ..., stop_first: _Optional[bool] = ..., pace_s: _Optional[float] = ...) -> None: ...
 
 class KvManifest(_message.Message):
     __slots__ = ("format", "layout_hash", "weights_lineage", "dtype", "codec", "first_position", "count_tokens", "block_hashes", "label", "tenant", "expires_unix_s", "producer_build")

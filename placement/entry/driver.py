@@ -26,6 +26,7 @@ from mesh.node.port import (
     WorkContext,
 )
 from mesh.telemetry.log import get_logger
+from placement.decide.moves import MoveWay
 from placement.entry import runner_types as rt
 from placement.entry.orders import Work, choose_codec, choose_dialler, run_event
 from placement.entry.runner import PlanRunner
@@ -97,7 +98,12 @@ class RequestDriver:
         """The client went away or aborted."""
         self._events.put_nowait(rt.Cancelled())
 
-    async def move(self, target_node_id: str, cause: rt.MoveCause) -> rt.EmitMigration:
+    @property
+    def moving(self) -> bool:
+        """A move was asked for and is not done."""
+        return self._move is not None
+
+    async def move(self, target_node_id: str, cause: rt.MoveCause, way: MoveWay | None = None) -> rt.EmitMigration:
         """Move the running request; returns once it runs there. Raises what kept it from moving. A caller that is
         cancelled does not undo the move."""
         if self._done:
@@ -105,7 +111,7 @@ class RequestDriver:
         if self._move is not None:
             raise StalePlan("the request is being moved already")
         self._move = asyncio.get_running_loop().create_future()
-        self._events.put_nowait(rt.MoveRequested(target_node_id=target_node_id, cause=cause))
+        self._events.put_nowait(rt.MoveRequested(target_node_id=target_node_id, cause=cause, way=way))
         return await asyncio.shield(self._move)
 
     async def _handle(self, event: rt.Event) -> None:
@@ -144,7 +150,7 @@ class RequestDriver:
             self._on_effect(effect)
 
     def _answer_move(self, effect: rt.EmitMigration | rt.MoveFailed) -> None:
-        if effect.cause not in (rt.MoveCause.OPERATOR, rt.MoveCause.DRAIN) or self._move is None:
+        if effect.cause in (rt.MoveCause.PLAN, rt.MoveCause.FALLBACK) or self._move is None:
             return
         move, self._move = self._move, None
         if isinstance(effect, rt.EmitMigration):
@@ -210,7 +216,10 @@ class RequestDriver:
         """One try of a run; its last event. Raises StalePlan only if nothing came before."""
         last: rt.Event | None = None
         try:
-            async with aclosing(port.run(self._order(effect.run_id, effect.token_ids, kv_from=effect.kv_from))) as run:
+            order = self._order(
+                effect.run_id, effect.token_ids, kv_from=effect.kv_from, prefill_only=effect.prefill_only
+            )
+            async with aclosing(port.run(order)) as run:
                 async for event in run:
                     last = run_event(effect.run_id, event)
                     self._events.put_nowait(last)
@@ -246,7 +255,13 @@ class RequestDriver:
                 transfer_id=effect.transfer_id,
                 direction=direction,
                 peer=Peer(address=peer.address, place=peer.place),
-                source=KvSource(run_id=effect.source_run, prefill=prefill, pause=prefill is None),
+                source=KvSource(
+                    run_id=effect.source_run,
+                    prefill=prefill,
+                    pause=prefill is None,
+                    stop_first=effect.stop_first,
+                    pace_s=effect.pace_s,
+                ),
                 target=effect.target_run,
                 token_ids=effect.token_ids,
                 max_tokens=effect.max_tokens,

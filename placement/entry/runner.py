@@ -17,7 +17,9 @@ from typing import Any
 
 from mesh import errors
 from mesh.errors import MeshError, Retry
-from placement.entry.runner_legs import Arrival, Legs, Phase, Transfer, Way
+from placement.decide.moves import Tactic
+from placement.entry.runner_legs import Arrival, Phase, Run, Transfer, Way
+from placement.entry.runner_replay import Replays, RunEvent
 from placement.entry.runner_types import (
     Begin,
     Cancelled,
@@ -40,7 +42,7 @@ from placement.entry.runner_types import (
 )
 
 
-class PlanRunner(Legs):
+class PlanRunner(Replays):
     """See the module's docstring. One request; not thread-safe; owned by one driver."""
 
     def handle(self, event: Event, now_s: float) -> tuple[Effect, ...]:
@@ -50,14 +52,17 @@ class PlanRunner(Legs):
         self._now_s = now_s
         self._effects = []
         if not self._is_late(event):
-            handler = _TABLE[self._phase].get(type(event))
-            if handler is None:
-                raise errors.Internal(f"{type(event).__name__} cannot come while {self._phase.value}")
-            handler(self, event)
+            self._dispatch(event)
         return tuple(self._effects)
 
+    def _dispatch(self, event: Event) -> None:
+        handler = _TABLE[self._phase].get(type(event))
+        if handler is None:
+            raise errors.Internal(f"{type(event).__name__} cannot come while {self._phase.value}")
+        handler(self, event)
+
     def _is_late(self, event: Event) -> bool:
-        """Whether the event is of a run or transfer that is not current; then frees what that left."""
+        """Whether the event is of a run or transfer that is not current; then does what is left to do for that."""
         match event:
             case RunPrefilled() | RunTokens() | RunFinished() | RunHeld() | RunFailed():
                 node_id = self._open_runs.get(event.run_id)
@@ -67,6 +72,8 @@ class PlanRunner(Legs):
                     del self._open_runs[event.run_id]
                 if self._run is not None and self._run.run_id == event.run_id:
                     return False
+                if self._is_beside(event):
+                    return True
                 if isinstance(event, RunHeld):
                     self._release(node_id, event.run_id)
                 return True
@@ -81,6 +88,16 @@ class PlanRunner(Legs):
                 self._release(transfer.source_node, transfer.source_run)
                 return True
         return False
+
+    def _is_beside(self, event: RunEvent) -> bool:
+        """Whether it is of one of a replay's runs, which are beside the current one; then takes it."""
+        if self._replay is not None and self._replay.run_id == event.run_id:
+            self._on_replay(event)
+        elif self._shadow is not None and self._shadow.run_id == event.run_id:
+            self._on_shadow(event)
+        else:
+            return False
+        return True
 
     # The current run
 
@@ -98,6 +115,7 @@ class PlanRunner(Legs):
             return
         if self._phase is Phase.ARRIVING:
             self._arrive()
+            self._close_shadow()
         run, offset = self._current_run(), len(self._generated)
         self._do(Emit(offset_tokens=offset, ids=event.ids, logprobs=event.logprobs, node_id=run.node_id))
         run.tokens += len(event.ids)
@@ -112,6 +130,7 @@ class PlanRunner(Legs):
     def _on_finished(self, event: RunFinished) -> None:
         if self._phase is Phase.ARRIVING:
             self._arrive()
+            self._close_shadow()
         run = self._current_run()
         self._run = None
         self._do(LegDone(node_id=run.node_id, run_id=run.run_id, record=event.leg))
@@ -141,9 +160,15 @@ class PlanRunner(Legs):
     def _end_leg(self, event: RunHeld) -> None:
         run = self._current_run()
         self._run = None
+        self._end_leg_of(run, event)
+
+    def _end_leg_of(self, run: Run, event: RunHeld) -> None:
         self._do(LegDone(node_id=run.node_id, run_id=run.run_id, record=event.leg))
 
     def _on_failed(self, event: RunFailed) -> None:
+        if self._shadow is not None:  # the target of a replay: the source has gone on
+            self._back_to_shadow(event.error, close=False)
+            return
         run, error = self._current_run(), event.error
         self._run = None
         if run.untaken_hold is not None:
@@ -151,6 +176,8 @@ class PlanRunner(Legs):
         if run.run_id in self._pausable:  # it may be a hold, of which nothing was heard
             self._release(run.node_id, run.run_id)
         arrival, self._arrival = self._arrival, None
+        if arrival is not None and arrival.replayed:
+            self._do(MoveFailed(target_node_id=run.node_id, cause=arrival.cause, error=error))
         if arrival is not None and arrival.transfer is not None:
             self._tell_move_failed(arrival.transfer, error)
             if arrival.transfer.kind is KvSourceKind.RUNNING and self._kept is not None:
@@ -176,6 +203,11 @@ class PlanRunner(Legs):
             return
         self._drop_transfer(event.error)
         self._on_failed(event)
+
+    def _on_replay_source_gone(self, event: RunHeld | RunFailed) -> None:
+        """The source ended while the target prefills: its request goes on without the move, elsewhere if need be."""
+        self._give_up_replay(errors.StalePlan("the run that was to move ended"), release=True)
+        self._dispatch(event)
 
     # The current transfer
 
@@ -240,7 +272,10 @@ class PlanRunner(Legs):
             self._refuse_move(event, errors.InvalidRequest(message, field="node_id"))
             return
         self._offload_to = ""
-        self._begin_move(event.target_node_id, event.cause)
+        if event.way is not None and event.way.tactic is Tactic.REPLAY:
+            self._begin_replay(event)
+        else:
+            self._begin_move(event.target_node_id, event.cause, event.way)
 
     def _on_move_too_soon(self, event: MoveRequested) -> None:
         self._refuse_move(event, errors.StalePlan("the request is on its way between nodes; ask again"))
@@ -298,6 +333,12 @@ _TABLE: Mapping[Phase, _Row] = {
         **_PROGRESS,
         RunHeld: PlanRunner._on_paused_last,
         RunFailed: PlanRunner._on_source_failed,
+    },
+    Phase.REPLAYING: {
+        **_ON_THE_WAY,
+        **_PROGRESS,
+        RunHeld: PlanRunner._on_replay_source_gone,
+        RunFailed: PlanRunner._on_replay_source_gone,
     },
     Phase.ARRIVING: {
         **_ON_THE_WAY,

@@ -13,6 +13,7 @@ from mesh import errors
 from mesh.errors import MeshError, Retry
 from mesh.node.engine import FinishReason, RunId
 from mesh.node.port import KvReport
+from placement.decide.moves import MoveWay, Tactic
 from placement.decide.types import Candidate, PlanShape
 from placement.entry.runner_types import (
     CancelMove,
@@ -41,6 +42,7 @@ class Phase(Enum):
     MOVING = "moving"  # a run makes tokens while its KV is shipped
     PAUSED = "paused"  # the source run became a hold; the transfer is not done
     LANDED = "landed"  # the transfer is done; the source's last tokens are not in
+    REPLAYING = "replaying"  # a run makes tokens while the node it is to move to computes KV of them
     ARRIVING = "arriving"  # a run was started somewhere else; it has made no token yet
     ENDED = "ended"  # the outcome was given; late events may still need a release
 
@@ -93,10 +95,12 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What the first token of the current run will tell; `transfer` is the one that brought its KV, if any."""
+    """What the first token of the current run will tell; `transfer` is the one that brought its KV, if any;
+    `replayed`: a move whose KV the target computed."""
 
     cause: MoveCause
     transfer: Transfer | None = None
+    replayed: bool = False
 
 
 class Legs:
@@ -188,10 +192,10 @@ class Legs:
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= self._spec.max_tokens else None
 
-    def _begin_move(self, target: str, cause: MoveCause) -> None:
+    def _begin_move(self, target: str, cause: MoveCause, way: MoveWay | None = None) -> None:
         run = self._current_run()
         self._pausable.add(run.run_id)
-        self._ship(KvSourceKind.RUNNING, (run.node_id, run.run_id), target, cause, self._token_ids())
+        self._ship(KvSourceKind.RUNNING, (run.node_id, run.run_id), target, cause, self._token_ids(), way=way)
         self._phase = Phase.MOVING
 
     def _ship(
@@ -202,6 +206,7 @@ class Legs:
         cause: MoveCause,
         token_ids: tuple[int, ...],
         shipped: tuple[str, int] | None = None,
+        way: MoveWay | None = None,
     ) -> None:
         """`shipped`: codec, and how many tokens the target computes itself."""
         codec, own_tokens = shipped or (self._spec.plan.codec, 0)
@@ -219,8 +224,10 @@ class Legs:
                 target_run=transfer.target_run,
                 token_ids=token_ids,
                 max_tokens=len(self._spec.prompt_ids) + self._spec.max_tokens,
-                codec=codec,
+                codec=(way.codec if way is not None else "") or codec,
                 own_tokens=own_tokens,
+                stop_first=way is not None and way.tactic is Tactic.STOP_AND_COPY,
+                pace_s=way.pace_s if way is not None else 0.0,
             )
         )
 
@@ -243,11 +250,11 @@ class Legs:
                     cause=arrival.cause,
                     pause_s=self._now_s - self._last_token_s if self._generated else 0.0,
                     transfer_s=report.duration_s if report else 0.0,
-                    recomputed=arrival.cause is MoveCause.FALLBACK,
                     own_tokens=report.own_tokens if report else 0,
+                    recomputed=arrival.replayed or arrival.cause is MoveCause.FALLBACK,
                 )
             )
-        if transfer is not None and transfer.kind is KvSourceKind.RUNNING:
+        if arrival.replayed or (transfer is not None and transfer.kind is KvSourceKind.RUNNING):
             # The node that it left ran it well: the first to go back to, by replay, should the new one fail.
             self._fallbacks.insert(0, Way(PlanShape.CORE, self._home, self._home))
         self._home = run.node_id

@@ -22,6 +22,7 @@ from mesh.errors import MeshError
 from mesh.identity.signing import SignedRecord
 from mesh.node.engine import FinishReason, RunId
 from mesh.node.port import KvReport
+from placement.decide.moves import MoveWay
 from placement.decide.types import Plan
 
 Logprobs = tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
@@ -49,6 +50,8 @@ class MoveCause(Enum):
     PLAN = "plan"
     OPERATOR = "operator"
     DRAIN = "drain"
+    OVERLOAD = "overload"
+    LINK = "link"
     FALLBACK = "fallback"
 
 
@@ -139,10 +142,12 @@ class KvFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRequested:
-    """Move the running request. The caller has checked `target_node_id` against the request's policy."""
+    """Move the running request. The caller has checked `target_node_id` against the request's policy. `way` None:
+    pre-copy in the plan's codec."""
 
     target_node_id: str
     cause: MoveCause
+    way: MoveWay | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +179,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRun:
-    """Run at the node: prompt and generated tokens so far, on top of the hold `kv_from` if there is one."""
+    """Run at the node: prompt and generated tokens so far, on top of the hold `kv_from` if there is one.
+    `prefill_only`: compute their KV and become a hold."""
 
     node_id: str
     run_id: RunId
     token_ids: tuple[int, ...]
     kv_from: RunId | None
+    prefill_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +204,7 @@ class MoveKv:
     `token_ids` are those of the KV, as far as known: for a prefill exactly the tokens to compute (all but the
     last, which the target decodes), for a running source its tokens so far. `max_tokens`: most positions.
     `own_tokens`: the target computes so many of the first itself meanwhile.
+    `stop_first`, `pace_s`: as in KvSource.
     """
 
     transfer_id: str
@@ -209,6 +217,8 @@ class MoveKv:
     max_tokens: int
     codec: str
     own_tokens: int = 0
+    stop_first: bool = False
+    pace_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +250,7 @@ class Emit:
 class EmitMigration:
     """The request goes on at another node; precedes the first tokens from there.
 
-    `recomputed`: a fallback, tokens were replayed. The KV figures are 0 and `codec` is empty where no KV moved.
+    `recomputed`: tokens were replayed. The KV figures are 0 and `codec` is empty where no KV moved.
     `pause_s`: between the last token before and the first after; 0 if there was none before.
     """
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from mesh import errors
 from mesh.errors import MeshError
 from mesh.node.engine import FinishReason, RunId
+from placement.decide.moves import MoveWay, Tactic
 from placement.entry.runner import PlanRunner
 from placement.entry.runner_legs import Phase
 from placement.entry.runner_types import (
@@ -54,6 +55,7 @@ KV_ERRORS = (
     errors.NodeUnreachable("gone"), errors.KvIncompatible("layout"), errors.PayloadCorrupt("digest"),
     errors.PolicyDenied("no"),
 )  # fmt: skip
+WAYS_TO_MOVE = (None, *(MoveWay(tactic=tactic, codec="f16") for tactic in Tactic))
 
 
 @dataclass
@@ -62,6 +64,7 @@ class SimRun:
     run_id: RunId
     length: int  # tokens it has, prompt included
     kv_from: RunId | None
+    prefill_only: bool = False
     started: bool = False  # the order has reached the node
     prefilled: bool = False
 
@@ -137,7 +140,9 @@ class World:
         if not self.up.get(effect.node_id, True):
             stream.append(RunFailed(run_id=effect.run_id, error=errors.NodeUnreachable("down", node=effect.node_id)))
             return
-        self.runs[effect.run_id] = SimRun(effect.node_id, effect.run_id, len(effect.token_ids), effect.kv_from)
+        self.runs[effect.run_id] = SimRun(
+            effect.node_id, effect.run_id, len(effect.token_ids), effect.kv_from, effect.prefill_only
+        )
 
     def _close(self, run_id: RunId) -> None:
         """Cancel a run; a transfer may have paused it at the same moment, which nobody tells any more."""
@@ -175,7 +180,9 @@ class World:
                 self.requested += 1
                 target = self.rng.choice(sorted(self.nodes_known()))
                 self.nodes_used.add(target)
-                self.feed(MoveRequested(target_node_id=target, cause=MoveCause.OPERATOR))
+                self.feed(
+                    MoveRequested(target_node_id=target, cause=MoveCause.OPERATOR, way=self.rng.choice(WAYS_TO_MOVE))
+                )
                 return True
             if self.stops and self.rng.random() < (0.1 if delicate else 0.02):
                 self.feed(self.rng.choice([Cancelled(), DeadlineExpired()]))
@@ -208,6 +215,10 @@ class World:
         elif not run.prefilled:
             run.prefilled = True
             stream.append(RunPrefilled(run_id=run_id, tokens=run.length, cached_tokens=1))
+        elif run.prefill_only:
+            del self.runs[run_id]
+            self.holds[run_id] = (run.node, run.length)
+            stream.append(RunHeld(run_id=run_id, kv_tokens=run.length, leg=LEG))
         elif run.length >= self.end:
             del self.runs[run_id]
             stream.append(RunFinished(run_id=run_id, reason=FinishReason.LENGTH, stop_string=None, leg=LEG))
