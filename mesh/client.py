@@ -50,6 +50,12 @@ __all__ = [
 ]  # fmt: skip
 
 CALL_TIMEOUT_S: Final = 30.0
+MOVE_TACTICS: Final = {
+    "": admin_pb2.MOVE_TACTIC_UNSPECIFIED,
+    "precopy": admin_pb2.MOVE_TACTIC_PRECOPY,
+    "stop_and_copy": admin_pb2.MOVE_TACTIC_STOP_AND_COPY,
+    "replay": admin_pb2.MOVE_TACTIC_REPLAY,
+}
 MIGRATE_TIMEOUT_S: Final = 120.0
 _ABORT_TIMEOUT_S: Final = 2.0
 _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.1, 2.0
@@ -166,12 +172,18 @@ class MeshClient:
         snapshot: admin_pb2.Snapshot = response.snapshot
         return snapshot
 
-    async def migrate(self, request_id: str, *, node_id: str = "", tier: str = "") -> admin_pb2.MigrateResponse:
-        """Move a running request to a node, or to the best node of a tier; returns when it runs there."""
+    async def migrate(
+        self, request_id: str, *, node_id: str = "", tier: str = "", how: str = ""
+    ) -> admin_pb2.MigrateResponse:
+        """Move a running request to a node, or to the best node of a tier; returns when it runs there. `how`:
+        "precopy", "stop_and_copy" or "replay"; empty: what is predicted to pause it least."""
+        if how not in MOVE_TACTICS:
+            words = ", ".join(word for word in MOVE_TACTICS if word)
+            raise InvalidRequest(f"unknown way to move {how[:40]!r}: one of {words}", field="how")
         if bool(node_id) == bool(tier):
             raise InvalidRequest("give a node (node_id, --to) or a tier (--tier), one of them", field="node_id")
         target = {"node_id": node_id} if node_id else {"tier": tier}
-        request = admin_pb2.MigrateRequest(request_id=request_id, **target)
+        request = admin_pb2.MigrateRequest(request_id=request_id, tactic=MOVE_TACTICS[how], **target)
         response: admin_pb2.MigrateResponse = await self._call(self._mesh.Migrate, request, timeout_s=MIGRATE_TIMEOUT_S)
         return response
 

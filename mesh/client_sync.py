@@ -95,9 +95,11 @@ class SyncMeshClient:
         """All nodes."""
         return self._run(self._client.snapshot())
 
-    def migrate(self, request_id: str, *, node_id: str = "", tier: str = "") -> admin_pb2.MigrateResponse:
+    def migrate(
+        self, request_id: str, *, node_id: str = "", tier: str = "", how: str = ""
+    ) -> admin_pb2.MigrateResponse:
         """Move a request."""
-        return self._run(self._client.migrate(request_id, node_id=node_id, tier=tier))
+        return self._run(self._client.migrate(request_id, node_id=node_id, tier=tier, how=how))
 
     def set_node_role(self, node_id: str, role: str) -> admin_pb2.SetNodeRoleResponse:
         """Give a core node a role."""

@@ -48,6 +48,7 @@ from placement.entry.gateway import EntryGateway
 from placement.entry.intake import served_model
 from placement.entry.mesh_view import ModelFacts, models_to_wire
 from placement.entry.public import http_listener, public_listener
+from placement.entry.relocator import Relocator
 from placement.policy.book import BookGuard
 
 log = get_logger(__name__)
@@ -110,6 +111,9 @@ async def serve(settings: EdgeSettings) -> None:
             )
         )
 
+        relocator = Relocator(door, world)
+        relocator.start()
+        stack.push_async_callback(relocator.close)
         public, public_health = public_listener(
             settings.listeners.public, credentials, door=door, source=world, mover=_OwnRequests(door),
             directory=lambda: site.directory,

@@ -192,11 +192,15 @@ def move(
     request: Annotated[str, typer.Argument(metavar="REQUEST", help="Id of a running request.")],
     to: Annotated[str, typer.Option("--to", metavar="NODE", help="To this node.")] = "",
     tier: Annotated[str, typer.Option(metavar="TIER", help="To the best node of this tier: core or edge.")] = "",
+    how: Annotated[
+        str,
+        typer.Option(metavar="HOW", help="precopy, stop_and_copy or replay, instead of what is predicted to be best."),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Move a running request; its KV follows and its stream has no gap."""
     with connection.open() as mesh:
-        moved = mesh.migrate(request, node_id=to, tier=tier)
+        moved = mesh.migrate(request, node_id=to, tier=tier, how=how)
     if as_json:
         print_json(message_json(moved))
         return

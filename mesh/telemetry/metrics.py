@@ -47,6 +47,8 @@ class MoveCause(Enum):
     PLAN = "plan"
     OPERATOR = "operator"
     DRAIN = "drain"
+    OVERLOAD = "overload"
+    LINK = "link"
     FALLBACK = "fallback"
 
 

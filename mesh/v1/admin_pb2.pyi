@@ -1,10 +1,22 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class MoveTactic(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MOVE_TACTIC_UNSPECIFIED: _ClassVar[MoveTactic]
+    MOVE_TACTIC_PRECOPY: _ClassVar[MoveTactic]
+    MOVE_TACTIC_STOP_AND_COPY: _ClassVar[MoveTactic]
+    MOVE_TACTIC_REPLAY: _ClassVar[MoveTactic]
+MOVE_TACTIC_UNSPECIFIED: MoveTactic
+MOVE_TACTIC_PRECOPY: MoveTactic
+MOVE_TACTIC_STOP_AND_COPY: MoveTactic
+MOVE_TACTIC_REPLAY: MoveTactic
 
 class PutPolicyRequest(_message.Message):
     __slots__ = ("tenant", "yaml", "expected_version")
@@ -269,14 +281,16 @@ class WatchSnapshotResponse(_message.Message):
     def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ...) -> None: ...
 
 class MigrateRequest(_message.Message):
-    __slots__ = ("request_id", "node_id", "tier")
+    __slots__ = ("request_id", "node_id", "tier", "tactic")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    TACTIC_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     node_id: str
     tier: str
-    def __init__(self, request_id: _Optional[str] = ..., node_id: _Optional[str] = ..., tier: _Optional[str] = ...) -> None: ...
+    tactic: MoveTactic
+    def __init__(self, request_id: _Optional[str] = ..., node_id: _Optional[str] = ..., tier: _Optional[str] = ..., tactic: _Optional[_Union[MoveTactic, str]] = ...) -> None: ...
 
 class MigrateResponse(_message.Message):
     __slots__ = ("from_node_id", "to_node_id", "kv_wire_bytes", "kv_tokens", "pause_s")

@@ -15,6 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import numpy as np
+
+from placement.decide.settings import DEFAULTS, DecideSettings
+from placement.decide.types import CodecTable, FloatArray, Snapshot
+
 _CONVERGES_BELOW_RATIO = 0.75  # of KV that grows to KV that is carried in the same time; links are never steady
 _LAST_ROUND_TOKENS = 2.0
 _GOAL_TOKENS = 2.0  # the client should see a pause of at most so many token intervals, and a round trip
@@ -49,10 +54,11 @@ class MoveFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSize:
-    """A codec that may be used, and its bytes for each byte of f16."""
+    """A codec that may be used, and its bytes for each byte of f16. `token_s`: the longer of encoding and decoding."""
 
     name: str
     ratio: float
+    token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +92,63 @@ def goal_s(facts: MoveFacts) -> float:
     return _GOAL_TOKENS * facts.token_s + facts.rtt_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a running request is. `token_s` 0: not measured yet."""
+
+    tokens: int
+    left_tokens: int
+    token_s: float = 0.0
+
+
+def facts_of_move(
+    snapshot: Snapshot,
+    source: int,
+    target: int,
+    progress: Progress,
+    *,
+    tpot_s: float | None = None,
+    settings: DecideSettings = DEFAULTS,
+) -> MoveFacts:
+    """What a snapshot knows of a move from row `source` to row `target`; what nobody measured is taken as slow."""
+    ends = [row for row in (source, target) if row != snapshot.entry_row]
+    goodputs = [_or(snapshot.goodput_bytes_per_s, row, settings.goodput_bytes_per_s) for row in ends]
+    prefill_tokens_per_s = _or(snapshot.prefill_tokens_per_s, target, settings.prefill_tokens_per_s)
+    decode_tokens_per_s = _or(snapshot.decode_tokens_per_s, source, settings.decode_tokens_per_s)
+    return MoveFacts(
+        tokens=progress.tokens,
+        left_tokens=progress.left_tokens,
+        token_s=progress.token_s or 1.0 / decode_tokens_per_s,
+        f16_bytes_per_token=max(1, int(snapshot.kv_bytes_per_token[source])),
+        goodput_bytes_per_s=min(goodputs),
+        rtt_s=sum(_or(snapshot.rtt_s, row, settings.rtt_s) for row in ends),
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        wait_s=float(snapshot.waiting_prefill_tokens[target]) / prefill_tokens_per_s,
+        tpot_s=tpot_s,
+    )
+
+
+def codecs_of_move(
+    snapshot: Snapshot, source: int, target: int, *, max_loss_ratio: float, preferred: str
+) -> tuple[CodecSize, ...]:
+    """Codecs that lose no more than policy accepts and that both ends have: the preferred one first, if it is one,
+    then those that lose least. Without any, the preferred one: the nodes will say."""
+    table = snapshot.codecs or CodecTable.plain(snapshot.n_nodes)
+    found = []
+    for i, name in enumerate(table.names):
+        token_s = float(max(table.encode_s[source, i], table.decode_s[target, i]))
+        if table.loss_ratio[i] <= max_loss_ratio and np.isfinite(token_s):
+            found.append(CodecSize(name=name, ratio=float(table.bytes_ratio[i]), token_s=token_s))
+    found.sort(key=lambda codec: codec.name != preferred)
+    return tuple(found) or (CodecSize(name=preferred, ratio=1.0),)
+
+
+def _or(measured: FloatArray, row: int, default: float) -> float:
+    """A figure, or what is taken where nothing was measured (0 or not a number)."""
+    value = float(measured[row])
+    return value if value > 0.0 else default
+
+
 def _converging(facts: MoveFacts, codecs: Sequence[CodecSize]) -> Iterator[MoveWay]:
     """Pre-copies that are predicted to converge in time, preferred ones first."""
     for codec in codecs:
@@ -99,7 +162,11 @@ def _converging(facts: MoveFacts, codecs: Sequence[CodecSize]) -> Iterator[MoveW
 
 
 def _carry_s(facts: MoveFacts, codec: CodecSize) -> float:
-    """Of the KV of one token over the link."""
+    """Of the KV of one token from one engine into the other."""
+    return max(codec.token_s, _link_s(facts, codec))
+
+
+def _link_s(facts: MoveFacts, codec: CodecSize) -> float:
     return facts.f16_bytes_per_token * codec.ratio / facts.goodput_bytes_per_s
 
 

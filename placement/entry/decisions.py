@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from mesh.errors import InvalidRequest, NotFound, PolicyDenied
+from mesh.errors import InvalidRequest, NoNodeNow, NotFound, PolicyDenied
 from mesh.identity.place import Place, Tier
 from mesh.identity.principal import Principal
 from mesh.kv.hashing import block_hashes
@@ -20,6 +20,8 @@ from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import inference_pb2 as pb
 from placement.decide.decide import decide
 from placement.decide.explain import explain_nodes
+from placement.decide.moves import MoveWay, Progress, Tactic, choose_move, codecs_of_move, facts_of_move
+from placement.decide.relocate import Pressure, is_relief
 from placement.decide.settings import DEFAULTS, DecideSettings
 from placement.decide.types import PlacementRequest, Plan, PlanShape, Refusal, Snapshot, Wish
 from placement.detect.guard import Guard
@@ -129,6 +131,32 @@ class Decisions:
             priority=self._deps.policies().lookup(tenant).policy.priority,
         )
 
+    def way_of_move(
+        self, accepted: Accepted, here: str, target: str, progress: Progress, tactic: Tactic | None
+    ) -> MoveWay | None:
+        """How a request that runs at `here` should move to `target`; None where one of them is not known any more."""
+        snapshot = self._deps.world.snapshot()
+        source_row, target_row = snapshot.row_of(here), snapshot.row_of(target)
+        if source_row < 0 or target_row < 0:
+            return None if tactic is None else MoveWay(tactic=tactic)
+        policy = self._deps.policies().lookup(accepted.principal.tenant).policy
+        codecs = codecs_of_move(
+            snapshot,
+            source_row,
+            target_row,
+            max_loss_ratio=policy.kv_max_loss_ratio,
+            preferred=self._deps.settings.codec,
+        )
+        facts = facts_of_move(
+            snapshot,
+            source_row,
+            target_row,
+            progress,
+            tpot_s=accepted.placement.tpot_s,
+            settings=self._deps.settings,
+        )
+        return choose_move(facts, codecs, tactic=tactic)
+
     def target_of_move(self, accepted: Accepted, here: str, request: admin.MigrateRequest) -> str:
         """Node id of where a request that runs at `here` may move: filtered by its policy like any other choice.
 
@@ -150,6 +178,31 @@ class Decisions:
         plan = self._decide(accepted, replace(accepted.placement, wish=wish, exclude=frozenset({here}), brings_kv=True))
         self._check_kv(accepted, plan.choice.decode)
         return plan.choice.decode.node_id
+
+    def place_to_go(self, accepted: Accepted, here: str, progress: Progress, pressure: Pressure) -> str:
+        """Node id of the best place for a running request that should leave `here`: by its policy and wish, like any
+        other choice.
+
+        Raises NoNodeNow if there is none that is better off, and what `plan` raises."""
+        snapshot = self._deps.world.snapshot()
+        wish = accepted.placement.wish
+        if wish.shape is not None:
+            wish = replace(wish, shape=_ONE_NODE[wish.shape])
+        request = replace(
+            accepted.placement,
+            wish=wish,
+            prompt_tokens=progress.tokens,
+            max_tokens=progress.left_tokens,
+            expected_tokens=min(accepted.placement.expected_tokens, progress.left_tokens),
+            exclude=frozenset({here}),
+        )
+        source = snapshot.row_of(here)
+        for candidate in self._decide(accepted, request).candidates:
+            target = snapshot.row_of(candidate.decode.node_id)
+            if candidate.shape in _ONE_NODE.values() and is_relief(snapshot, source, target, pressure):
+                self._check_kv(accepted, candidate.decode)
+                return candidate.decode.node_id
+        raise NoNodeNow(f"no node is better off than {here} for this request", node=here)
 
     def _check_kv(self, accepted: Accepted, target: Place) -> None:
         policy, label = self._deps.policies().lookup(accepted.principal.tenant).policy, accepted.placement.label
@@ -182,6 +235,25 @@ class Decisions:
         except REFUSALS as refusal:
             response.refusal, response.refusal_reason = refusal.message, refusal.reason
         return response
+
+
+_ONE_NODE = {
+    PlanShape.LOCAL: PlanShape.LOCAL,
+    PlanShape.SPLIT: PlanShape.LOCAL,
+    PlanShape.CORE: PlanShape.CORE,
+    PlanShape.OFFLOAD: PlanShape.CORE,
+}
+"""The shape of a request that already runs, and needs one node to go on at."""
+
+
+def tactic_of(number: int) -> Tactic | None:
+    """Of the wire; None: whatever is best. Raises InvalidRequest."""
+    if number == admin.MOVE_TACTIC_UNSPECIFIED:
+        return None
+    try:
+        return Tactic(number)
+    except ValueError:
+        raise InvalidRequest(f"unknown tactic {number}", field="tactic") from None
 
 
 def _tier(name: str) -> Tier:

@@ -19,13 +19,15 @@ from mesh.telemetry.log import get_logger, log_context
 from mesh.telemetry.metrics import Shape
 from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import inference_pb2 as pb
+from placement.decide.moves import Tactic
+from placement.decide.relocate import Pressure
 from placement.decide.types import Plan
-from placement.entry.decisions import Decisions, FrontDoorDeps
+from placement.entry.decisions import Decisions, FrontDoorDeps, tactic_of
 from placement.entry.intake import Accepted, ServedModel, encode_prompt, pick_model
 from placement.entry.live_request import LiveRequest
 from placement.entry.orders import Work
 from placement.entry.request_log import RequestLog, RequestStream
-from placement.entry.runner_types import MoveCause
+from placement.entry.runner_types import EmitMigration, MoveCause
 
 log = get_logger(__name__)
 MAX_OPEN_REQUESTS = 512
@@ -208,8 +210,9 @@ class FrontDoor:
         live = self._running(request.request_id)
         if live is None:
             raise NotFound(f"request {request.request_id!r} has ended", field="request_id")
+        tactic = tactic_of(request.tactic)
         target = self._decisions.target_of_move(live.accepted, live.driver.node_id, request)
-        moved = await live.driver.move(target, MoveCause.OPERATOR)
+        moved = await self._move(live, target, MoveCause.OPERATOR, tactic)
         return admin.MigrateResponse(
             from_node_id=moved.from_node_id,
             to_node_id=moved.to_node_id,
@@ -217,6 +220,33 @@ class FrontDoor:
             kv_tokens=moved.kv_tokens,
             pause_s=moved.pause_s,
         )
+
+    def live(self) -> tuple[LiveRequest, ...]:
+        """Requests that have not ended."""
+        return tuple(live for live in self._live.values() if not live.stream.ended)
+
+    async def relocate(self, live: LiveRequest, pressure: Pressure, cause: MoveCause) -> EmitMigration:
+        """Move a request of this entry to wherever it is best off; returns once it runs there. Raises what
+        Decisions.place_to_go raises, and StalePlan."""
+        target = self._decisions.place_to_go(live.accepted, live.driver.node_id, live.progress, pressure)
+        return await self._move(live, target, cause)
+
+    async def _move(
+        self, live: LiveRequest, target: str, cause: MoveCause, tactic: Tactic | None = None
+    ) -> EmitMigration:
+        way = self._decisions.way_of_move(live.accepted, live.driver.node_id, target, live.progress, tactic)
+        if way is not None:
+            log.info(
+                "request_moves",
+                request_id=live.stream.request_id,
+                target=target,
+                cause=cause.value,
+                tactic=way.tactic.name,
+                codec=way.codec,
+                pace_s=round(way.pace_s, 4),
+                predicted_pause_s=round(way.pause_s, 4),
+            )
+        return await live.driver.move(target, cause, way)
 
     def _running(self, request_id: str) -> LiveRequest | None:
         live = self._live.get(request_id)

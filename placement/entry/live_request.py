@@ -19,6 +19,7 @@ from mesh.telemetry.log import get_logger
 from mesh.telemetry.metrics import Metrics, Shape
 from mesh.telemetry.metrics import MoveCause as MoveLabel
 from mesh.v1 import inference_pb2 as pb
+from placement.decide.moves import Progress
 from placement.decide.types import Plan
 from placement.entry import runner_types as rt
 from placement.entry.driver import RequestDriver
@@ -31,6 +32,25 @@ from placement.entry.wire import decision_to_wire, finish_to_wire, logprobs_to_w
 from placement.entry.world import World
 
 log = get_logger(__name__)
+_NEWEST_WEIGHT = 0.1  # of one interval; a few stalled ones must not look like a slow engine
+
+
+class TokenPace:
+    """Interval of a request's tokens at the node where it is, as a moving average in seconds; 0: not known yet."""
+
+    def __init__(self) -> None:
+        self.token_s = 0.0
+        self._node_id = ""
+        self._last_s = 0.0
+
+    def saw(self, node_id: str, n_tokens: int, now_s: float) -> None:
+        """So many tokens came from the node."""
+        if node_id == self._node_id:
+            token_s = (now_s - self._last_s) / n_tokens
+            self.token_s = token_s if not self.token_s else self.token_s + _NEWEST_WEIGHT * (token_s - self.token_s)
+        else:
+            self._node_id, self.token_s = node_id, 0.0
+        self._last_s = now_s
 
 
 class Learn(Protocol):
@@ -80,6 +100,7 @@ class LiveRequest:
         )
         self._error: MeshError | None = None
         self._ttft_s: float | None = None
+        self._pace = TokenPace()
         eos = frozenset[int]() if accepted.sampling.ignore_eos else accepted.model.description.eos_token_ids
         spec = rt.RunnerSpec(
             request_id=stream.request_id,
@@ -94,6 +115,16 @@ class LiveRequest:
         )
         decision = decision_to_wire(stream.request_id, accepted, plan)
         stream.append(pb.GenerateResponse(decision=decision))
+
+    @property
+    def progress(self) -> Progress:
+        """How far it is now."""
+        usage = self.driver.usage
+        return Progress(
+            tokens=usage.prompt_tokens + usage.completion_tokens,
+            left_tokens=max(1, self.accepted.sampling.max_tokens - usage.completion_tokens),
+            token_s=self._pace.token_s,
+        )
 
     async def run(self) -> None:
         """To the outcome; the stream has ended after it, whatever happens."""
@@ -143,6 +174,7 @@ class LiveRequest:
     def _emit(self, effect: rt.Emit) -> None:
         self._generated += effect.ids
         self._draft.tokens_by_node[effect.node_id] += len(effect.ids)
+        self._pace.saw(effect.node_id, len(effect.ids), time.monotonic())
         for i, token_id in enumerate(effect.ids):
             text = self._matcher.push(self._text.push(token_id))
             logprobs = logprobs_to_wire(token_id, effect.logprobs[i]) if effect.logprobs else None

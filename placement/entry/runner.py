@@ -240,6 +240,9 @@ class PlanRunner(Replays):
         self._run_at(transfer.target_node, transfer.target_run, Arrival(transfer.cause, transfer))
 
     def _on_transfer_failed(self, event: KvFailed) -> None:
+        # The target may have it all: if its last word was lost, only it knows.
+        transfer = self._current_transfer()
+        self._release(transfer.target_node, transfer.target_run)
         self._give_up_transfer(event.error)
 
     def _give_up_transfer(self, error: MeshError) -> None:

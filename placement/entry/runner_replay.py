@@ -108,7 +108,8 @@ class Replays(Legs):
     def _back_to_shadow(self, error: MeshError, *, close: bool) -> None:
         """The target failed, or is not needed: what the source told is told now. `close`: its run goes on."""
         run, shadow, arrival = self._run, self._shadow, self._arrival
-        assert shadow is not None and arrival is not None
+        assert shadow is not None
+        assert arrival is not None
         if run is not None:
             if close:
                 self._do(CloseRun(node_id=run.node_id, run_id=run.run_id))

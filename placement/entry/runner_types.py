@@ -134,7 +134,7 @@ class KvMoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvFailed:
-    """The transfer failed; nothing of it is left at the target."""
+    """The transfer failed; nothing of it is left at the target, unless its last word was lost on the way."""
 
     transfer_id: str
     error: MeshError

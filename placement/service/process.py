@@ -36,6 +36,7 @@ from placement.entry.front_door import FrontDoor
 from placement.entry.gateway import EntryGateway
 from placement.entry.intake import ServedModel, served_model
 from placement.entry.public import http_listener, public_listener
+from placement.entry.relocator import Relocator
 from placement.entry.salts import derive_salt
 from placement.service.admin import PoliciesServicer, TenantsServicer
 from placement.service.membership import Membership
@@ -104,6 +105,9 @@ async def serve(settings: PlacementSettings) -> None:
                 settings=DecideSettings(busy_after_s=settings.stale_load_s),
             )
         )
+        relocator = Relocator(door, state)
+        relocator.start()
+        stack.push_async_callback(relocator.close)
         public, public_health = public_listener(
             settings.listeners.public,
             credentials,

@@ -96,6 +96,8 @@ class MemoryNode:
     network: MemoryNetwork
     up: bool = True
     draining: bool = False
+    waiting: int = 0  # that it tells of
+    rtt_s: float | None = None  # if it is not the mesh's
     refuse_runs: list[MeshError] = field(default_factory=list)
     orders: list[RunOrder | KvOrder] = field(default_factory=list)
     released: list[RunId] = field(default_factory=list)
@@ -176,6 +178,7 @@ class MemoryMesh:
         self.network = MemoryNetwork()
         self.entry = place_of(entry)
         self.rtt_s = rtt_s
+        self.goodput_bytes_per_s = 1e8
         self.transfers: list[tuple[str, str, KvReport]] = []
         self.metrics = Metrics(node_id=entry, role=self.entry.role.value)
         self.nodes = {name: self._make(place_of(name), signer_of, step_delay_s) for name in nodes}
@@ -206,13 +209,14 @@ class MemoryMesh:
         prefill, decode = self.speeds.get(node.place.node_id, SPEEDS[node.place.tier.value])
         info = node.engine.info
         load = EngineLoad(
-            running=0, waiting=0, waiting_prefill_tokens=0, kv_used_tokens=0, kv_capacity_tokens=4096,
+            running=0, waiting=node.waiting, waiting_prefill_tokens=0, kv_used_tokens=0, kv_capacity_tokens=4096,
             prefill_tokens_per_s=prefill, decode_tokens_per_s=decode,
         )  # fmt: skip
         return NodeFacts(
             place=node.place, address=node.address, state=NodeState.READY if node.up else NodeState.DISCONNECTED,
             models=(replace(ModelFacts.of(info, "0" * 64), kv_bytes_per_token=256),), load=load,
-            draining=node.draining, reachable=node.up, rtt_s=self.rtt_s, goodput_bytes_per_s=1e8, role=node.host.role,
+            draining=node.draining, reachable=node.up, rtt_s=self.rtt_s if node.rtt_s is None else node.rtt_s,
+            goodput_bytes_per_s=self.goodput_bytes_per_s, role=node.host.role,
         )  # fmt: skip
 
     def snapshot_age_s(self) -> float:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import product
 from typing import Any
 
 from mesh.errors import MeshError, Overloaded
@@ -19,6 +20,7 @@ from mesh.node.engine import RunEvent, Tokens
 from mesh.node.host import HostSettings
 from mesh.node.host_frames import HostFrame, KvOpen
 from mesh.v1 import admin_pb2 as admin
+from placement.decide.moves import Tactic
 from tests.fakes.fake_node import MemoryStream
 from tests.fakes.mesh import MemoryMesh, MemoryNode, asking, request_of, settle, until
 
@@ -28,7 +30,8 @@ N_TOKENS = 60
 
 class Step(Enum):
     """Steps of a move in the order in which they come. Frames are seen when they are sent; engine calls before they
-    are made; `ran` and `spoke` are the target's run: ordered, and about to give its first token."""
+    are made; `ran` and `spoke` are the target's run: ordered, and about to give its first token. A replay has but a
+    `prefill` at the target before these."""
 
     OPEN = "open"
     OPEN_IMPORT = "open_import"
@@ -44,6 +47,7 @@ class Step(Enum):
     LAST_WRITE = "last_write"
     COMMIT = "commit"
     DONE = "done"
+    PREFILL = "prefill"
     RAN = "ran"
     SPOKE = "spoke"
 
@@ -71,6 +75,11 @@ FRAMES: dict[type, Step] = {
 }  # fmt: skip
 OF_FRAMES = {*FRAMES.values(), Step.LAST_CHUNK}
 OF_ENGINES = set(Step) - OF_FRAMES
+STEPS_OF = {
+    Tactic.PRECOPY: tuple(step for step in Step if step is not Step.PREFILL),
+    Tactic.STOP_AND_COPY: (Step.WANT, Step.PAUSE, Step.LAST_CHUNK, Step.LAST_WRITE, Step.COMMIT, Step.DONE, Step.RAN),
+    Tactic.REPLAY: (Step.PREFILL, Step.RAN, Step.SPOKE),
+}
 PEERS = (("paris", "core-1"), ("core-1", "paris"), ("core-1", "core-2"))
 
 
@@ -82,24 +91,29 @@ class Case:
     target: str
     step: Step
     blow: Blow
+    tactic: Tactic = Tactic.PRECOPY
 
     def __str__(self) -> str:
-        return f"{self.source}>{self.target}-{self.step.value}-{self.blow.value}"
+        return f"{self.tactic.name.lower()}-{self.source}>{self.target}-{self.step.value}-{self.blow.value}"
 
 
 def all_cases() -> list[Case]:
     """Each blow that can fall at each step, in each direction."""
     found = []
-    for source, target in PEERS:
-        for step in Step:
+    for tactic, (source, target) in product(Tactic, PEERS):
+        if tactic is Tactic.STOP_AND_COPY and source != "paris":
+            continue  # its steps are those of pre-copy but for one
+        for step in STEPS_OF[tactic]:
             for blow in Blow:
+                if tactic is Tactic.REPLAY and blow in (Blow.CUT, Blow.PART):
+                    continue  # no KV is shipped
                 if blow in (Blow.LOSE, Blow.SPOIL) and step not in OF_FRAMES:
                     continue
                 if blow in (Blow.REFUSE, Blow.BUG) and step not in OF_ENGINES:
                     continue
                 if blow is Blow.SPOIL and step in (Step.OPEN, Step.WANT, Step.OFFER):
                     continue  # conformance and wire tests have those
-                found.append(Case(source, target, step, blow))
+                found.append(Case(source, target, step, blow, tactic))
     return found
 
 
@@ -158,7 +172,7 @@ class Saboteur:
 
     def _watched_run(self, generate: Callable[..., AsyncIterator[RunEvent]]) -> Callable[..., AsyncIterator[RunEvent]]:
         async def watched(spec: Any) -> AsyncIterator[RunEvent]:
-            self._engine_step(Step.RAN)
+            self._engine_step(Step.PREFILL if spec.prefill_only else Step.RAN)
             events = generate(spec)
             try:
                 async for event in events:
@@ -244,7 +258,7 @@ async def play(case: Case) -> Saboteur:
         assert answer.by_node[0] == case.source
         saboteur.leave = task.cancel
         saboteur.armed = True
-        move = admin.MigrateRequest(request_id=answer.request_id, node_id=case.target)
+        move = admin.MigrateRequest(request_id=answer.request_id, node_id=case.target, tactic=case.tactic.value)
         with suppress(MeshError):
             await mesh.door.migrate(None, move)
         await until(task.done)

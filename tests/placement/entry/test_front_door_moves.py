@@ -73,6 +73,45 @@ async def test_a_running_request_moves_both_ways(
     assert sample_of(mesh.metrics, "kvmesh_request_moves_total", cause="operator", outcome="OK") == 1
 
 
+@pytest.mark.parametrize(("shape", "source", "target"), [(LOCAL, "paris", "core-1"), (CORE, "core-1", "paris")])
+@pytest.mark.parametrize("tactic", ["PRECOPY", "STOP_AND_COPY", "REPLAY"])
+async def test_every_tactic_gives_the_same_tokens(
+    make_mesh: MakeMesh, shape: int, source: str, target: str, tactic: str
+) -> None:
+    mesh = make_mesh("core-1", "paris", entry="paris", step_delay_s=0.001)
+    request = request_of("move me along please " * 6, shape=shape, max_tokens=120)
+    want = await reference(mesh, request)
+    async with asking(mesh.door, request, tokens=8) as (answer, task):
+        move = admin.MigrateRequest(
+            request_id=answer.request_id, node_id=target, tactic=getattr(admin, f"MOVE_TACTIC_{tactic}")
+        )
+        moved = await mesh.door.migrate(None, move)
+        assert (moved.from_node_id, moved.to_node_id) == (source, target)
+        assert bool(moved.kv_tokens) == (tactic != "REPLAY")
+        await task
+    assert answer.ids == want
+    assert [(m.to_node_id, m.recomputed) for m in answer.migrations] == [(target, tactic == "REPLAY")]
+    assert answer.by_node[-1] == target
+
+
+async def test_a_tactic_that_does_not_exist_is_refused(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh("core-1", "paris", entry="paris", step_delay_s=0.001)
+    async with asking(mesh.door, request_of("stay " * 20, shape=LOCAL, max_tokens=200)) as (answer, _):
+        move = admin.MigrateRequest(request_id=answer.request_id, node_id="core-1", tactic=99)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="tactic"):
+            await mesh.door.migrate(None, move)
+
+
+async def test_a_thin_link_replays_instead_of_shipping(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh("core-1", "paris", entry="paris", step_delay_s=0.001)
+    mesh.goodput_bytes_per_s = 2000.0
+    async with asking(mesh.door, request_of("thin " * 20, shape=LOCAL, max_tokens=200), tokens=8) as (answer, task):
+        moved = await mesh.door.migrate(None, admin.MigrateRequest(request_id=answer.request_id, node_id="core-1"))
+        assert moved.kv_wire_bytes == 0
+        await task
+    assert [m.recomputed for m in answer.migrations] == [True]
+
+
 async def test_there_and_back(make_mesh: MakeMesh) -> None:
     mesh = make_mesh("core-1", "paris", entry="paris", step_delay_s=0.001)
     request = request_of("there and back again " * 4, shape=LOCAL, max_tokens=200)
