@@ -1,88 +1,83 @@
-// Attention in f32 over bf16 K and V, widened in registers. Lanes run along the head's dimensions, so K and V are read
-// as they lie, and no column is computed that nobody asked for. The lanes of a score are added up in a fixed order.
-// Inside, 16 dimensions are kept as 8 even and 8 odd ones, which is how bf16 comes apart. Included by attention.h.
+// Attention in f32 over bf16 K and V, widened in registers. Scores are a product with K as W, transposed 32 positions at
+// a time; V is read as it lies, so inside 16 dimensions of a result are kept as 8 even and 8 odd ones, which is how
+// bf16 comes apart. No column is computed that nobody asked for. Included by attention.h.
 #pragma once
 
 // One thread's.
 struct AttentionScratch {
   float *q, *scores, *out;  // [columns][dim], [columns][kSpan], [columns][dim]
+  char* keys;               // 32 positions of K, as a block of W
   float top[kMaxColumns], sum[kMaxColumns];
 
   AttentionScratch(Arena& arena, int dim)
       : q((float*)arena.take(size_t(kMaxColumns) * dim * 4)),
         scores((float*)arena.take(size_t(kMaxColumns) * kSpan * 4)),
-        out((float*)arena.take(size_t(kMaxColumns) * dim * 4)) {}
+        out((float*)arena.take(size_t(kMaxColumns) * dim * 4)),
+        keys((char*)arena.take(size_t(kBlockN) * dim * 2)) {}
 };
 
-// The sum of each of four vectors.
-inline __m128 sums_of(Vec a, Vec b, Vec c, Vec d) {
-  const Vec s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-  return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
-}
-
-// Scores of four keys for C columns.
-template <int C>
-inline void score(const bf16* k, size_t row, const float* q, int dim, float* scores) {
-  Vec sums[C][4];
-#pragma GCC unroll 3
-  for (int c = 0; c < C; c++)
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) sums[c][i] = zero();
-  for (int d = 0; d < dim; d += 16)
-#pragma GCC unroll 2
-    for (int odd = 0; odd < 2; odd++) {
-      Vec keys[4];
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        const __m256i pairs = _mm256_loadu_si256((const __m256i*)(k + i * row + d));
-        keys[i] = odd ? odds(pairs) : evens(pairs);
-      }
-#pragma GCC unroll 3
-      for (int c = 0; c < C; c++)
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) sums[c][i] = fma(keys[i], load(q + c * dim + d + odd * kLanes), sums[c][i]);
+// K of 8 positions from `k` on, transposed into one half of a tile's columns: K is then what W is in a product.
+inline void transpose_keys(const bf16* k, size_t row, int dim, char* tile, size_t tile_step, Ahead& ahead) {
+  for (int d = 0; d < dim; d += 8) {
+    ahead(2);
+    __m256i r[4];
+    for (int i = 0; i < 4; i++) {
+      const __m128i low = _mm_loadu_si128((const __m128i*)(k + i * row + d));
+      r[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(low),
+                                     _mm_loadu_si128((const __m128i*)(k + (i + 4) * row + d)), 1);
     }
-#pragma GCC unroll 3
-  for (int c = 0; c < C; c++)
-    _mm_storeu_ps(scores + c * kSpan, sums_of(sums[c][0], sums[c][1], sums[c][2], sums[c][3]));
+    const __m256i a = _mm256_unpacklo_epi32(r[0], r[1]), b = _mm256_unpacklo_epi32(r[2], r[3]);
+    const __m256i c = _mm256_unpackhi_epi32(r[0], r[1]), e = _mm256_unpackhi_epi32(r[2], r[3]);
+    char* to = tile + d / kTileK * tile_step + d % kTileK / 2 * 64;
+    _mm256_store_si256((__m256i*)to, _mm256_unpacklo_epi64(a, b));
+    _mm256_store_si256((__m256i*)(to + 64), _mm256_unpackhi_epi64(a, b));
+    _mm256_store_si256((__m256i*)(to + 128), _mm256_unpacklo_epi64(c, e));
+    _mm256_store_si256((__m256i*)(to + 192), _mm256_unpackhi_epi64(c, e));
+  }
 }
 
-// out += weights x V of positions [first, first + n), for C columns and 32 dimensions.
-template <int C>
-inline void weigh(const KeysValues& kv, int first, int n, int dim, int d, const float* weights, float* out) {
-  Vec sums[C][4];
-#pragma GCC unroll 3
+// out += weights x V of positions [first, first + n), for C columns and H times 16 dimensions from `d` on.
+template <int C, int H>
+[[gnu::noinline]] void weigh(const KeysValues& kv, int first, int n, int dim, int d, const float* weights, float* out) {
+  Vec sums[C][2 * H];
+#pragma GCC unroll 6
   for (int c = 0; c < C; c++)
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) sums[c][i] = load(out + c * dim + d + i * kLanes);
+    for (int i = 0; i < 2 * H; i++) sums[c][i] = load(out + c * dim + d + i * kLanes);
+  const float* weights3 = weights + 3 * kSpan;
   for (int at = 0; at < n; at += kPoolBlock) {
     const bf16* v = kv.v + kv.block_at(first + at) + d;
-    for (int key = at; key < std::min(n, at + kPoolBlock); key++, v += kv.row)
+    for (const bf16* end = v + std::min(n - at, kPoolBlock) * kv.row; v < end; v += kv.row, weights++, weights3++)
 #pragma GCC unroll 2
-      for (int half = 0; half < 2; half++) {
+      for (int half = 0; half < H; half++) {
         const __m256i pairs = _mm256_loadu_si256((const __m256i*)(v + 16 * half));
         const Vec even = evens(pairs), odd = odds(pairs);
-#pragma GCC unroll 3
+#pragma GCC unroll 6
         for (int c = 0; c < C; c++) {
-          const Vec w = broadcast(weights + c * kSpan + key);
+          const Vec w = broadcast(c < 3 ? weights + c * kSpan : weights3 + (c - 3) * kSpan);
           sums[c][2 * half] = fma(w, even, sums[c][2 * half]);
           sums[c][2 * half + 1] = fma(w, odd, sums[c][2 * half + 1]);
         }
       }
   }
-#pragma GCC unroll 3
+#pragma GCC unroll 6
   for (int c = 0; c < C; c++)
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) store(out + c * dim + d + i * kLanes, sums[c][i]);
+    for (int i = 0; i < 2 * H; i++) store(out + c * dim + d + i * kLanes, sums[c][i]);
 }
 
-// `use.operator()<C>(c)` for `columns` columns, three at a time.
-template <class Use>
-inline void by_threes(int columns, Use use) {
-  int c = 0;
-  for (; c + 3 <= columns; c += 3) use.template operator()<3>(c);
-  if (columns - c == 2) use.template operator()<2>(c);
-  if (columns - c == 1) use.template operator()<1>(c);
+inline void weigh_values(const KeysValues& kv, int first, int n, int dim, int columns, const float* weights, float* out) {
+  auto all = [&]<int C, int H>() {
+    for (int d = 0; d < dim; d += 16 * H) weigh<C, H>(kv, first, n, dim, d, weights, out);
+  };
+  switch (columns) {
+    case 1: return all.template operator()<1, 2>();
+    case 2: return all.template operator()<2, 2>();
+    case 3: return all.template operator()<3, 2>();
+    case 4: return all.template operator()<4, 1>();
+    case 5: return all.template operator()<5, 1>();
+    case 6: return all.template operator()<6, 1>();
+  }
 }
 
 // Scores to weights 2^(score - top) for the `there` keys of a span that a column may see, and zero for the others up
@@ -125,13 +120,7 @@ inline void attend(const Heads& heads, const Pool& pool, const Item& item, const
   auto q_head_of = [&](int c) { return (item.head0 + c / per_head) * group + c % group; };
   for (int c = 0; c < n_columns; c++) {
     const float* from = q + (size_t(item.row0 + row_of(c)) * heads.n_q + q_head_of(c)) * dim;
-    for (int d = 0; d < dim; d += 16) {
-      const Vec a = mul(load(from + d), scale), b = mul(load(from + d + 8), scale);
-      float* to = scratch.q + size_t(c) * dim + d;
-      auto in_order = [](Vec x) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)); };
-      store(to, in_order(_mm256_shuffle_ps(a, b, 0x88)));
-      store(to + 8, in_order(_mm256_shuffle_ps(a, b, 0xdd)));
-    }
+    for (int d = 0; d < dim; d += kLanes) store(scratch.q + size_t(c) * dim + d, mul(load(from + d), scale));
     scratch.top[c] = -1e30f;
     scratch.sum[c] = 0;
   }
@@ -145,19 +134,21 @@ inline void attend(const Heads& heads, const Pool& pool, const Item& item, const
     for (int h = 0; h < item.n_heads(); h++) {
       const KeysValues kv = item.head(heads, pool, h);
       const int c0 = h * per_head;
-      for (int key = 0; key < n; key += 4) {
-        ahead(4 * dim / 32);
-        const bf16* k = kv.k + kv.block_at(first + key) + key % kPoolBlock * kv.row;
-        by_threes(per_head, [&]<int C>(int c) {
-          score<C>(k, kv.row, scratch.q + size_t(c0 + c) * dim, dim, scratch.scores + (c0 + c) * kSpan + key);
+      float *scores = scratch.scores + c0 * kSpan, *result = scratch.out + size_t(c0) * dim;
+      for (int at = 0; at < n; at += kBlockN) {
+        for (int key = 0; key < kBlockN; key += 8)
+          transpose_keys(kv.k + kv.block_or_last(first + at + key) + key % kPoolBlock * kv.row, kv.row, dim,
+                         scratch.keys + key / 16 * kTileBytes + key / 8 % 2 * 32, 2 * kTileBytes, ahead);
+        in_groups(per_head, [&](int c, int columns) {
+          block_product<Bf16Tile>(columns, scratch.q + size_t(c0 + c) * dim, dim, scratch.keys, dim / kTileK,
+                                  scores + c * kSpan + at, kSpan, [](int) {});
         });
       }
-      for (int c = c0; c < c0 + per_head; c++)
-        span_weights(scratch.scores + c * kSpan, std::min(n, item.position + row_of(c) + 1 - first), n, scratch.top[c],
-                     scratch.sum[c], scratch.out + size_t(c) * dim, dim);
-      by_threes(per_head, [&]<int C>(int c) {
-        for (int d = 0; d < dim; d += 32)
-          weigh<C>(kv, first, n, dim, d, scratch.scores + (c0 + c) * kSpan, scratch.out + size_t(c0 + c) * dim);
+      for (int c = 0; c < per_head; c++)
+        span_weights(scores + c * kSpan, std::min(n, item.position + row_of(c) + 1 - first), n, scratch.top[c0 + c],
+                     scratch.sum[c0 + c], result + size_t(c) * dim, dim);
+      in_groups(per_head, [&](int c, int columns) {
+        weigh_values(kv, first, n, dim, columns, scores + c * kSpan, result + size_t(c) * dim);
       });
     }
   }

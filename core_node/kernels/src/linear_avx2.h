@@ -44,11 +44,12 @@ inline void widen(const char* from, char* to) {
     }
 }
 
-// `R` rows of x with the first `V` times 8 rows of a block of W, to c [R][32]. `fetch(s)` is called before step s.
+// `R` rows of x with the first `V` times 8 rows of a block of W, to c [R][c_row]. `fetch(s)` is called before step s.
 // R * V sums, V weights and one x are all the registers there are. Two pointers into x and its row length address any
 // of six rows without arithmetic; a function of its own, since what surrounds it would take registers too.
 template <class Tile, int R, int V, class Fetch>
-[[gnu::noinline]] void rows_product(const float* x, size_t x_row, const char* w, int k_steps, float* c, Fetch fetch) {
+[[gnu::noinline]] void rows_product(const float* x, size_t x_row, const char* w, int k_steps, float* c, size_t c_row,
+                                    Fetch fetch) {
   Vec sums[R][V];
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++)
@@ -75,25 +76,37 @@ template <class Tile, int R, int V, class Fetch>
 #pragma GCC unroll 6
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) store(c + r * kBlockN + v * kLanes, sums[r][v]);
+    for (int v = 0; v < V; v++) store(c + r * c_row + v * kLanes, sums[r][v]);
 }
 
 // Up to six rows with a whole block. Few rows take it at once, so that enough sums are under way; many in two halves,
 // so that the sums stay in registers.
 template <class Tile, class Fetch>
-inline void block_product(int rows, const float* x, size_t x_row, const char* w, int k_steps, float* c, Fetch fetch) {
-  const auto nothing = [](int) {};
+inline void block_product(int rows, const float* x, size_t x_row, const char* w, int k_steps, float* c, size_t c_row,
+                          Fetch fetch) {
+  auto whole = [&]<int R>() { rows_product<Tile, R, 4>(x, x_row, w, k_steps, c, c_row, fetch); };
   auto halves = [&]<int R>() {
-    rows_product<Tile, R, 2>(x, x_row, w, k_steps, c, fetch);
-    rows_product<Tile, R, 2>(x, x_row, w + Tile::kBytes, k_steps, c + 16, nothing);
+    rows_product<Tile, R, 2>(x, x_row, w, k_steps, c, c_row, fetch);
+    rows_product<Tile, R, 2>(x, x_row, w + Tile::kBytes, k_steps, c + 16, c_row, [](int) {});
   };
   switch (rows) {
-    case 1: return rows_product<Tile, 1, 4>(x, x_row, w, k_steps, c, fetch);
-    case 2: return rows_product<Tile, 2, 4>(x, x_row, w, k_steps, c, fetch);
+    case 1: return whole.template operator()<1>();
+    case 2: return whole.template operator()<2>();
     case 3: return halves.template operator()<3>();
     case 4: return halves.template operator()<4>();
     case 5: return halves.template operator()<5>();
     case 6: return halves.template operator()<6>();
+  }
+}
+
+// `use(first, rows)` for `m` rows in groups as even as can be, of at most kMostRows.
+constexpr int kMostRows = 6;
+template <class Use>
+inline void in_groups(int m, Use use) {
+  for (int row = 0, groups = (m + kMostRows - 1) / kMostRows; groups > 0; groups--) {
+    const int rows = (m - row) / groups;
+    use(row, rows);
+    row += rows;
   }
 }
 
@@ -105,7 +118,7 @@ inline void block_product(int rows, const float* x, size_t x_row, const char* w,
 template <bool Amx, class Use>
 inline void multiply(Team& team, int thread, const Packed& w, const char* x, int m, char* wide, Use use) {
   static_assert(!Amx);
-  constexpr int kMostRows = 6, kAheadBytes = 4096, kPanelBytes = 256 << 10;
+  constexpr int kAheadBytes = 4096, kPanelBytes = 256 << 10;
   alignas(64) float c[kMostRows * kBlockN];
   const int k_steps = w.k_steps, block_bytes = int(w.block_bytes()), step_bytes = block_bytes / k_steps;
   const size_t x_row = size_t(k_steps) * kTileK;
@@ -126,19 +139,18 @@ inline void multiply(Team& team, int thread, const Packed& w, const char* x, int
     const bool widened = w.int8 && n_groups > 1;
     if (widened)
       for (int tile = 0; tile < 2 * k_steps; tile++) widen(here + tile * Int8Tile::kBytes, wide + tile * kTileBytes);
-    for (int row = first_row(panel), groups = n_groups; groups > 0; groups--) {
-      const int rows = (end - row) / groups;  // as even as can be
+    in_groups(end - first_row(panel), [&](int at, int rows) {
+      const int row = first_row(panel) + at;
       const float* from = (const float*)x + row * x_row;
       if (w.int8 && !widened)
-        block_product<Int8Tile>(rows, from, x_row, here, k_steps, c, fetch);
+        block_product<Int8Tile>(rows, from, x_row, here, k_steps, c, kBlockN, fetch);
       else
-        block_product<Bf16Tile>(rows, from, x_row, widened ? wide : here, k_steps, c, fetch);
+        block_product<Bf16Tile>(rows, from, x_row, widened ? wide : here, k_steps, c, kBlockN, fetch);
       if (w.int8)
         for (int i = 0; i < rows * kBlockN; i += kLanes)
           store(c + i, mul(load(c + i), load(w.scales + kBlockN * b + i % kBlockN)));
       use(row, rows, b, c);
-      row += rows;
-    }
+    });
     item = next;
   }
 }
