@@ -3,7 +3,6 @@
 #pragma once
 
 #include <immintrin.h>
-#include <sched.h>
 
 #include <atomic>
 #include <functional>
@@ -35,17 +34,19 @@ class Team {
     barrier();
   }
 
-  // All threads of a job meet here. Spins: phases take microseconds. Yields once it takes longer.
+  // All threads of a job meet here. Spins: phases take microseconds. Sleeps once it takes longer: another process has a
+  // core then, and the scheduler gives a core back to who slept sooner than to who yielded.
   void barrier() {
     const uint32_t phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_) {
       arrived_.store(0, std::memory_order_relaxed);
       next_ticket_.store(n_, std::memory_order_relaxed);
       phase_.store(phase + 1, std::memory_order_release);
+      phase_.notify_all();
       return;
     }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++)
-      spins < kSpins ? _mm_pause() : void(sched_yield());
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase && spins < kSpins; spins++) _mm_pause();
+    phase_.wait(phase, std::memory_order_acquire);
   }
 
   // Between two barriers: item `thread` is a thread's first, then these, until they are used up.
