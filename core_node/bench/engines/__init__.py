@@ -1,0 +1,1 @@
+"""What `kvmesh bench engine` is made of: the work, the engines as processes, the record of rounds, the report."""
