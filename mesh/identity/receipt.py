@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from mesh.errors import PayloadCorrupt
@@ -31,14 +32,14 @@ class VerifiedReceipt:
     legs: tuple[tuple[dict[str, Any], Place], ...]
 
 
-def verify_receipt(receipt: common.Receipt, ca_pem: bytes) -> VerifiedReceipt:
-    """Check a receipt offline. Raises PayloadCorrupt (a signature or digest is wrong, a leg is missing or of
+def verify_receipt(receipt: common.Receipt, ca_pem: bytes, *, at_time: datetime | None = None) -> VerifiedReceipt:
+    """Check a receipt offline. `at_time` (aware; default now): when certificates must have been valid. Raises PayloadCorrupt (a signature or digest is wrong, a leg is missing or of
     another node or request) or Unauthenticated (certificate not of this CA)."""
-    body, entry = verify_record(record_from_wire(receipt.record), ca_pem)
+    body, entry = verify_record(record_from_wire(receipt.record), ca_pem, at_time=at_time)
     digests = [hashlib.sha256(leg.body).hexdigest() for leg in receipt.legs]
     if digests != body.get("legs"):
         raise PayloadCorrupt("the receipt's legs are not those that the entry signed")
-    legs = tuple(verify_record(record_from_wire(leg), ca_pem) for leg in receipt.legs)
+    legs = tuple(verify_record(record_from_wire(leg), ca_pem, at_time=at_time) for leg in receipt.legs)
     for leg, place in legs:
         if leg.get("request_id") != body["request_id"] or leg.get("node") != place.node_id:
             raise PayloadCorrupt(f"a leg signed by {place.node_id} speaks for another node or request")
