@@ -19,6 +19,7 @@ from edge_node.agent.world import EdgeWorld
 from edge_node.engine.engine import EdgeEngine
 from edge_node.engine.settings import EdgeEngineSettings
 from mesh import __version__
+from mesh.audit.log import AUDIT_FOLDER, AuditLog
 from mesh.errors import NotImplementedHere, PayloadCorrupt, Unauthenticated
 from mesh.http.app import create_app
 from mesh.identity.ca import NodeCredentials
@@ -96,6 +97,8 @@ async def serve(settings: EdgeSettings) -> None:
         load = LoadWatch(host, settings.load_period_s, take_load)
         await load.start()
         stack.push_async_callback(load.close)
+        audit = await asyncio.to_thread(AuditLog, settings.state_folder / AUDIT_FOLDER, identity)
+        stack.push_async_callback(audit.close)
         metrics = Metrics(node_id=place.node_id, role=Role.EDGE.value)
         metrics.watch_host(host.statistics)
         metrics.watch_load(lambda: load.latest)
@@ -107,6 +110,7 @@ async def serve(settings: EdgeSettings) -> None:
                 policies=lambda: site.book,
                 salt=site.salt,
                 metrics=metrics,
+                receipts=audit,
                 settings=DecideSettings(busy_after_s=settings.stale_load_s),
             )
         )

@@ -24,6 +24,8 @@ from mesh.identity.place import Place
 from mesh.identity.signing import SignedRecord
 from mesh.v1 import common_pb2 as common
 
+AUDIT_FOLDER = "audit"
+"""Name of the folder inside a process' state folder."""
 SEGMENT_BYTES = 64 << 20
 HEAD_EVERY = 256
 """Entries between two heads that the node signs by itself."""
@@ -54,6 +56,7 @@ class AuditLog:
         self._now = now
         self._waiting: list[tuple[EntryKind, dict[str, Any], asyncio.Future[Head]]] = []
         self._writer: asyncio.Task[None] | None = None
+        self._failed = False  # the last write
         make_private_folder(folder)
         self._head = self._recover()
         if self._head is None:
@@ -83,6 +86,11 @@ class AuditLog:
         raw = base64.b64encode(receipt.SerializeToString(deterministic=True)).decode()
         return await self.append(EntryKind.RECEIPT, {"receipt": raw})
 
+    async def check(self) -> None:
+        """Raises Overloaded or Internal while nothing can be written; after a failure each call tries again."""
+        if self._failed:
+            await self.append(*self._head_entry())
+
     async def append_witness(self, record: SignedRecord) -> Head:
         """Keep another node's signed head; the caller has verified it."""
         return await self.append(EntryKind.WITNESS, {"record": record_to_json(record)})
@@ -102,10 +110,12 @@ class AuditLog:
             try:
                 heads = await asyncio.to_thread(self._write, [(kind, payload) for kind, payload, _ in batch])
             except MeshError as error:
+                self._failed = True
                 for _, _, done in batch:
                     if not done.done():
                         done.set_exception(type(error)(error.message))
             else:
+                self._failed = False
                 for (_, _, done), head in zip(batch, heads, strict=True):
                     if not done.done():
                         done.set_result(head)

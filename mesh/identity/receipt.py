@@ -33,8 +33,10 @@ class VerifiedReceipt:
 
 
 def verify_receipt(receipt: common.Receipt, ca_pem: bytes, *, at_time: datetime | None = None) -> VerifiedReceipt:
-    """Check a receipt offline. `at_time` (aware; default now): when certificates must have been valid. Raises PayloadCorrupt (a signature or digest is wrong, a leg is missing or of
-    another node or request) or Unauthenticated (certificate not of this CA)."""
+    """Check a receipt offline. `at_time` (aware; default now): when certificates must have been valid.
+
+    Raises PayloadCorrupt (a signature or digest is wrong, a leg is missing or of another node or request) or
+    Unauthenticated (certificate not of this CA)."""
     body, entry = verify_record(record_from_wire(receipt.record), ca_pem, at_time=at_time)
     digests = [hashlib.sha256(leg.body).hexdigest() for leg in receipt.legs]
     if digests != body.get("legs"):

@@ -28,7 +28,7 @@ from placement.detect.guard import Guard
 from placement.entry.intake import Accepted, ServedModel, accept
 from placement.entry.learned import CodecSavings, PrefixMemory, cached_column
 from placement.entry.orders import Work
-from placement.entry.receipt import Signer
+from placement.entry.receipt import ReceiptKeeper, Signer
 from placement.entry.refusal import REFUSALS, refusal_error
 from placement.entry.wire import decision_to_wire
 from placement.entry.world import World
@@ -47,6 +47,7 @@ class FrontDoorDeps:
     policies: Callable[[], PolicyBook]
     salt: Callable[[str, str, str], bytes]
     metrics: Metrics
+    receipts: ReceiptKeeper
     settings: DecideSettings = DEFAULTS
 
 

@@ -87,6 +87,7 @@ class FrontDoor:
             raise NotFound("no request with this idempotency_key is here to resume", field="idempotency_key")
         try:
             self._refuse_if_full()
+            await self._deps.receipts.check()
             accepted = await self._decisions.accept(principal, request)
             # Others were served meanwhile: the same key may have come in on another connection.
             known = self._known(principal, request)
@@ -126,6 +127,7 @@ class FrontDoor:
                 signer=self._deps.signer,
                 metrics=self._deps.metrics,
                 learn=self._decisions,
+                receipts=self._deps.receipts,
             )
             log.info("request_accepted", shape=plan.choice.shape.name, label=work.context.label, rule=plan.rule)
             task = asyncio.create_task(live.run(), name=f"request:{request_id}")

@@ -25,7 +25,7 @@ from placement.entry import runner_types as rt
 from placement.entry.driver import RequestDriver
 from placement.entry.intake import Accepted
 from placement.entry.orders import Work
-from placement.entry.receipt import ReceiptDraft, Signer
+from placement.entry.receipt import ReceiptDraft, ReceiptKeeper, Signer
 from placement.entry.request_log import RequestStream, TokenPiece
 from placement.entry.runner import PlanRunner
 from placement.entry.wire import decision_to_wire, finish_to_wire, logprobs_to_wire, migration_to_wire
@@ -77,6 +77,7 @@ class LiveRequest:
         signer: Signer,
         metrics: Metrics,
         learn: Learn,
+        receipts: ReceiptKeeper,
     ) -> None:
         self.accepted = accepted
         self._learn = learn
@@ -86,6 +87,7 @@ class LiveRequest:
         self._world = world
         self._signer = signer
         self._metrics = metrics
+        self._receipts = receipts
         self._shape = Shape[plan.choice.shape.name]
         self._text = accepted.model.tokenizer.stream()
         self._matcher = StopMatcher(accepted.sampling.stop)
@@ -99,6 +101,7 @@ class LiveRequest:
             started_unix_s=time.time(),
         )
         self._error: MeshError | None = None
+        self._finished: rt.Finish | None = None
         self._ttft_s: float | None = None
         self._pace = TokenPace()
         eos = frozenset[int]() if accepted.sampling.ignore_eos else accepted.model.description.eos_token_ids
@@ -127,7 +130,8 @@ class LiveRequest:
         )
 
     async def run(self) -> None:
-        """To the outcome; the stream has ended after it, whatever happens."""
+        """To the outcome; the stream has ended after it, whatever happens. The receipt is on disk before the client
+        is told of the outcome; if it cannot be kept, that is the outcome."""
         error: MeshError | None = None
         try:
             await self.driver.run()
@@ -142,10 +146,29 @@ class LiveRequest:
             error = Draining(f"{self._signer.place.node_id} stopped before the request had ended")
             raise
         finally:
+            error = await self._conclude(error)
             self.stream.end(time.monotonic(), error)
             outcome = "OK" if error is None else error.reason
             self._count(outcome)
             log.info("request_ended", outcome=outcome, generated_tokens=self.driver.usage.completion_tokens)
+
+    async def _conclude(self, error: MeshError | None) -> MeshError | None:
+        """Sign and keep the receipt, then tell of the finish. The outcome's error."""
+        finished = self._finished if error is None else None
+        receipt = self._draft.sign(
+            self._signer,
+            outcome=finished.reason.value if finished is not None else error.reason if error is not None else "UNKNOWN",
+            ended_unix_s=time.time(),
+            usage=asdict(self.driver.usage),
+        )
+        try:
+            await self._receipts.append_receipt(receipt)
+        except MeshError as exc:
+            log.error("receipt_not_kept", reason=exc.reason, error=exc.message)
+            return error or type(exc)(f"the answer is complete, but its receipt could not be kept: {exc.message}")
+        if finished is not None:
+            self.stream.append(pb.GenerateResponse(finish=finish_to_wire(finished, receipt)))
+        return error
 
     def _on_effect(self, effect: rt.Effect) -> None:
         match effect:
@@ -194,10 +217,7 @@ class LiveRequest:
             delta = pb.TokenDelta(offset_tokens=self.driver.usage.completion_tokens, text=rest, node_id=node_id)
             self.stream.append(pb.GenerateResponse(tokens=delta))
         self._ttft_s = effect.ttft_s
-        receipt = self._draft.sign(
-            self._signer, outcome=effect.reason.value, ended_unix_s=time.time(), usage=asdict(effect.usage)
-        )
-        self.stream.append(pb.GenerateResponse(finish=finish_to_wire(effect, receipt)))
+        self._finished = effect
 
     def _count(self, outcome: str) -> None:
         usage = self.driver.usage

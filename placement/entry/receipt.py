@@ -31,6 +31,18 @@ class Signer(Protocol):
     def sign(self, body: dict[str, Any]) -> SignedRecord: ...
 
 
+class ReceiptKeeper(Protocol):
+    """Where an entry keeps its receipts for the audit: mesh.audit.log."""
+
+    async def append_receipt(self, receipt: common.Receipt) -> object:
+        """Returns once it is kept. Raises MeshError if it is not."""
+        ...
+
+    async def check(self) -> None:
+        """Raises MeshError while receipts cannot be kept, so that no request is taken that could leave none."""
+        ...
+
+
 @dataclass(slots=True)
 class ReceiptDraft:
     """Collected while a request runs; owned by the driver of that request."""

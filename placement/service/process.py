@@ -12,6 +12,7 @@ from pathlib import Path
 
 from grpc_health.v1 import health_pb2
 
+from mesh.audit.log import AUDIT_FOLDER, AuditLog
 from mesh.http.app import create_app
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.files import write_private
@@ -93,6 +94,8 @@ async def serve(settings: PlacementSettings) -> None:
         await state.start()
         stack.push_async_callback(state.close)
 
+        audit = await asyncio.to_thread(AuditLog, settings.state_folder / AUDIT_FOLDER, identity)
+        stack.push_async_callback(audit.close)
         metrics = Metrics(node_id=place.node_id, role=Role.PLACEMENT.value)
         door = FrontDoor(
             FrontDoorDeps(
@@ -102,6 +105,7 @@ async def serve(settings: PlacementSettings) -> None:
                 policies=lambda: policies.book,
                 salt=lambda tenant, label, model: derive_salt(tenants.directory, tenant, label, model),
                 metrics=metrics,
+                receipts=audit,
                 settings=DecideSettings(busy_after_s=settings.stale_load_s),
             )
         )

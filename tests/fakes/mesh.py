@@ -24,6 +24,7 @@ from mesh.node.engine import EngineLoad, RunId
 from mesh.node.host import HostSettings, NodeHost
 from mesh.node.port import KvOrder, KvReport, NodePort, PortEvent, RunOrder
 from mesh.telemetry.metrics import Metrics
+from mesh.v1 import common_pb2 as common
 from mesh.v1 import inference_pb2 as pb
 from placement.decide.types import Snapshot
 from placement.entry.decisions import FrontDoorDeps
@@ -157,6 +158,22 @@ class MemoryNode:
         assert self.engine.hold_ids == [], f"{self.place.node_id} still holds KV"
 
 
+class MemoryReceipts:
+    """Keeps them in a list; `error` is raised instead."""
+
+    def __init__(self) -> None:
+        self.kept: list[common.Receipt] = []
+        self.error: MeshError | None = None
+
+    async def append_receipt(self, receipt: common.Receipt) -> None:
+        await self.check()
+        self.kept.append(receipt)
+
+    async def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
 class MemoryMesh:
     """All nodes, and one entry. It is the entry's World."""
 
@@ -182,6 +199,7 @@ class MemoryMesh:
         self.transfers: list[tuple[str, str, KvReport]] = []
         self.metrics = Metrics(node_id=entry, role=self.entry.role.value)
         self.nodes = {name: self._make(place_of(name), signer_of, step_delay_s) for name in nodes}
+        self.receipts = MemoryReceipts()
         self.deps = FrontDoorDeps(
             signer=signer_of(self.entry),
             world=self,
@@ -189,6 +207,7 @@ class MemoryMesh:
             policies=lambda: self.book,
             salt=lambda tenant, label, model: f"{tenant}/{label}/{model}".encode().ljust(32, b".")[:32],
             metrics=self.metrics,
+            receipts=self.receipts,
         )
         self.door = FrontDoor(self.deps)
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from mesh.errors import MeshError, PayloadCorrupt, Unauthenticated
+from mesh.errors import MeshError, Overloaded, PayloadCorrupt, Unauthenticated
 from mesh.identity.ca import CertificateAuthority
 from mesh.identity.receipt import verify_receipt
 from mesh.identity.signing import NodeIdentity
 from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import common_pb2 as common
 from mesh.v1 import inference_pb2 as pb
-from tests.fakes.mesh import Answer, MemoryMesh, ask, asking, request_of
+from tests.fakes.mesh import Answer, MemoryMesh, ask, asking, principal, request_of
 from tests.placement.entry.conftest import MakeMesh
 
 SignerOf = Callable[..., NodeIdentity]
@@ -130,3 +130,33 @@ async def test_another_authority_s_receipt_is_not_of_this_mesh(
     with pytest.raises((Unauthenticated, PayloadCorrupt)) as caught:
         verify_receipt(receipt, stranger.ca_pem)
     assert isinstance(caught.value, MeshError)
+
+
+async def test_the_receipt_is_kept_before_the_client_has_it(mesh: MemoryMesh) -> None:
+    answer = await ask(mesh.door, request_of("private", label="restricted"))
+    assert [r.record.body for r in mesh.receipts.kept] == [receipt_of(answer).record.body]
+
+
+async def test_a_request_that_failed_leaves_one_too(mesh: MemoryMesh, authority: CertificateAuthority) -> None:
+    async with asking(mesh.door, request_of("private", label="restricted", max_tokens=200)) as (answer, task):
+        assert mesh.door.abort(principal(), answer.request_id)
+        with pytest.raises(MeshError):
+            await task
+    (kept,) = mesh.receipts.kept
+    body = verify_receipt(kept, authority.ca_pem).body
+    assert body["outcome"] == "CANCELLED"
+    assert body["saw_prompt"] == {"paris": "paris"}
+
+
+async def test_no_request_is_taken_while_receipts_cannot_be_kept(mesh: MemoryMesh) -> None:
+    mesh.receipts.error = Overloaded("the disk is full")
+    with pytest.raises(Overloaded, match="disk is full"):
+        await ask(mesh.door, request_of("private"))
+
+
+async def test_an_answer_without_its_receipt_is_an_error(mesh: MemoryMesh) -> None:
+    async with asking(mesh.door, request_of("private")) as (answer, task):
+        mesh.receipts.error = Overloaded("the disk is full")
+        with pytest.raises(Overloaded, match="its receipt could not be kept"):
+            await task
+    assert answer.finish is None
