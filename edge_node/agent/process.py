@@ -20,6 +20,7 @@ from edge_node.engine.engine import EdgeEngine
 from edge_node.engine.settings import EdgeEngineSettings
 from mesh import __version__
 from mesh.audit.log import AUDIT_FOLDER, AuditLog
+from mesh.audit.witness import WitnessDesk
 from mesh.errors import NotImplementedHere, PayloadCorrupt, Unauthenticated
 from mesh.http.app import create_app
 from mesh.identity.ca import NodeCredentials
@@ -131,7 +132,13 @@ async def serve(settings: EdgeSettings) -> None:
         await http.start()
         stack.push_async_callback(http.close)
 
-        uplink = _uplink(settings, credentials, _SiteHost(host, own, door), models, _Pushes(site, world, door))
+        uplink = _uplink(
+            settings,
+            credentials,
+            _SiteHost(host, own, door),
+            models,
+            _Pushes(site, world, door, WitnessDesk(audit, credentials.ca_pem)),
+        )
         await uplink.start()
         stack.push_async_callback(uplink.stop)
         announce_ready(
@@ -190,10 +197,11 @@ class _SiteHost:
 class _Pushes:
     """What placement sends over the uplink."""
 
-    def __init__(self, site: SiteConfig, world: EdgeWorld, door: FrontDoor) -> None:
+    def __init__(self, site: SiteConfig, world: EdgeWorld, door: FrontDoor, desk: WitnessDesk) -> None:
         self._site = site
         self._world = world
         self._door = door
+        self._desk = desk
 
     async def config(self, message: uplink_pb2.SiteConfig) -> None:
         await asyncio.to_thread(self._site.take, message)
@@ -202,7 +210,11 @@ class _Pushes:
         self._world.set_snapshot(message)
 
     async def command(self, command: uplink_pb2.Command) -> uplink_pb2.CommandResult:
-        if command.WhichOneof("command") != "migrate":
+        kind = command.WhichOneof("command")
+        if kind == "witness":
+            answer = await self._desk.answer(command.witness)
+            return uplink_pb2.CommandResult(command_id=command.command_id, witness=answer)
+        if kind != "migrate":
             raise NotImplementedHere("this agent does not know the command: it is of an older version")
         asker = Principal(tenant=command.tenant, role=AccessRole.TENANT, key_id="") if command.tenant else None
         moved = await self._door.migrate(asker, command.migrate)

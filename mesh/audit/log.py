@@ -30,6 +30,8 @@ SEGMENT_BYTES = 64 << 20
 HEAD_EVERY = 256
 """Entries between two heads that the node signs by itself."""
 
+_NO_NEWS = frozenset({EntryKind.HEAD, EntryKind.WITNESS})
+
 
 class Signer(Protocol):
     """A node's identity."""
@@ -57,6 +59,7 @@ class AuditLog:
         self._waiting: list[tuple[EntryKind, dict[str, Any], asyncio.Future[Head]]] = []
         self._writer: asyncio.Task[None] | None = None
         self._failed = False  # the last write
+        self._content_seq = 0
         make_private_folder(folder)
         self._head = self._recover()
         if self._head is None:
@@ -68,6 +71,11 @@ class AuditLog:
         """The last entry on disk."""
         assert self._head is not None
         return self._head
+
+    def news_since(self, kept: Head | None) -> bool:
+        """Whether a node that keeps this head of ours should get a newer one. Heads and witnesses are no news: else
+        two nodes would tell each other of their telling for ever."""
+        return kept is None or kept.chain != self.head.chain or kept.seq < self._content_seq
 
     def sign_head(self) -> SignedRecord:
         """The last entry on disk, signed: for another node to keep."""
@@ -125,11 +133,12 @@ class AuditLog:
 
     def _write(self, entries: list[tuple[EntryKind, dict[str, Any]]]) -> list[Head]:
         """All or nothing: what was half written is cut off again. Blocks for the sync."""
-        lines, heads, head = bytearray(), list[Head](), self._head
+        lines, heads, head, content_seq = bytearray(), list[Head](), self._head, self._content_seq
         chain = head.chain if head is not None else secrets.token_hex(8)
         for kind, payload in entries:
             line = make_line(head, chain, self._now(), kind, payload)
             head = read_line(head, line).head
+            content_seq = content_seq if kind in _NO_NEWS else head.seq
             lines += line
             heads.append(head)
         path = self._segment()
@@ -146,7 +155,7 @@ class AuditLog:
         except OSError as error:
             raise write_error(path, error) from error
         crosses = self._head is not None and heads[-1].seq // HEAD_EVERY > self._head.seq // HEAD_EVERY
-        self._head = head
+        self._head, self._content_seq = head, content_seq
         if crosses:
             self._write([self._head_entry()])
         return heads
@@ -167,6 +176,7 @@ class AuditLog:
         entry: Entry | None = None
         for line in raw[:whole].splitlines(keepends=True):
             entry = _first(line) if entry is None else read_line(entry.head, line)
+            self._content_seq = self._content_seq if entry.kind in _NO_NEWS else entry.seq
         if whole < len(raw):
             with found[-1].open("r+b") as file:
                 file.truncate(whole)

@@ -166,23 +166,43 @@ class TenantSalt(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("command_id", "migrate", "tenant")
+    __slots__ = ("command_id", "migrate", "witness", "tenant")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
+    WITNESS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     migrate: _admin_pb2.MigrateRequest
+    witness: WitnessRequest
     tenant: str
-    def __init__(self, command_id: _Optional[int] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateRequest, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    def __init__(self, command_id: _Optional[int] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateRequest, _Mapping]] = ..., witness: _Optional[_Union[WitnessRequest, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("command_id", "error_reason", "error_message", "migrate")
+    __slots__ = ("command_id", "error_reason", "error_message", "migrate", "witness")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
+    WITNESS_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     error_reason: str
     error_message: str
     migrate: _admin_pb2.MigrateResponse
-    def __init__(self, command_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateResponse, _Mapping]] = ...) -> None: ...
+    witness: WitnessResponse
+    def __init__(self, command_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateResponse, _Mapping]] = ..., witness: _Optional[_Union[WitnessResponse, _Mapping]] = ...) -> None: ...
+
+class WitnessRequest(_message.Message):
+    __slots__ = ("head", "kept_chain", "kept_seq")
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    KEPT_CHAIN_FIELD_NUMBER: _ClassVar[int]
+    KEPT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    head: _common_pb2.SignedRecord
+    kept_chain: str
+    kept_seq: int
+    def __init__(self, head: _Optional[_Union[_common_pb2.SignedRecord, _Mapping]] = ..., kept_chain: _Optional[str] = ..., kept_seq: _Optional[int] = ...) -> None: ...
+
+class WitnessResponse(_message.Message):
+    __slots__ = ("head",)
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    head: _common_pb2.SignedRecord
+    def __init__(self, head: _Optional[_Union[_common_pb2.SignedRecord, _Mapping]] = ...) -> None: ...

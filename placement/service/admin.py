@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections.abc import Awaitable, Callable
 
 import grpc.aio
 
@@ -18,17 +20,24 @@ from placement.service.stores import PolicyStore, StoredPolicy, TenantStore
 
 log = get_logger(__name__)
 
+RecordAdmin = Callable[[str, dict[str, str]], Awaitable[None]]
+"""Keeps in the audit log what is about to be changed, and who asked; the change waits for it. Raises MeshError if it
+cannot be kept, and then nothing is changed."""
+
 
 class PoliciesServicer(admin_grpc.PoliciesServicer):
     """Policies per tenant."""
 
-    def __init__(self, store: PolicyStore, tenants: TenantStore) -> None:
+    def __init__(self, store: PolicyStore, tenants: TenantStore, record: RecordAdmin) -> None:
         self._store = store
         self._tenants = tenants
+        self._record = record
 
     async def Put(self, request: admin.PutPolicyRequest, context: grpc.aio.ServicerContext) -> admin.PutPolicyResponse:
         self._tenants.directory.tenant(request.tenant)
         expected = request.expected_version if request.HasField("expected_version") else None
+        digest = hashlib.sha256(request.yaml.encode()).hexdigest()
+        await self._record("policy.put", {"tenant": request.tenant, "sha256": digest})
         version = await self._store.put(request.tenant, request.yaml, expected)
         log.info("policy_stored", tenant=request.tenant, version=version)
         return admin.PutPolicyResponse(version=version)
@@ -45,6 +54,7 @@ class PoliciesServicer(admin_grpc.PoliciesServicer):
     async def Delete(
         self, request: admin.DeletePolicyRequest, context: grpc.aio.ServicerContext
     ) -> admin.DeletePolicyResponse:
+        await self._record("policy.delete", {"tenant": request.tenant[:64]})
         await self._store.delete(request.tenant)
         log.info("policy_deleted", tenant=request.tenant)
         return admin.DeletePolicyResponse()
@@ -63,13 +73,15 @@ class PoliciesServicer(admin_grpc.PoliciesServicer):
 class TenantsServicer(admin_grpc.TenantsServicer):
     """Tenants and their keys."""
 
-    def __init__(self, store: TenantStore) -> None:
+    def __init__(self, store: TenantStore, record: RecordAdmin) -> None:
         self._store = store
+        self._record = record
 
     async def Create(
         self, request: admin.CreateTenantRequest, context: grpc.aio.ServicerContext
     ) -> admin.CreateTenantResponse:
         tenant = new_tenant(request.tenant)
+        await self._record("tenant.create", {"tenant": request.tenant})
         await self._store.change(lambda directory: directory.with_tenant(tenant))
         log.info("tenant_created", tenant=request.tenant)
         return admin.CreateTenantResponse()
@@ -91,6 +103,8 @@ class TenantsServicer(admin_grpc.TenantsServicer):
                 f"role is tenant, operator or admin, got {request.role[:40]!r}", field="role"
             ) from None
         api_key, record = issue_key(request.tenant, role, created_unix_s=int(time.time()))
+        facts = {"tenant": request.tenant, "key_id": record.key_id, "role": role.name}
+        await self._record("key.issue", facts)
         await self._store.change(lambda directory: directory.with_key(record))
         log.info("key_issued", tenant=request.tenant, key_id=record.key_id, role=role.name)
         return admin.IssueKeyResponse(key_id=record.key_id, api_key=api_key)
@@ -98,6 +112,7 @@ class TenantsServicer(admin_grpc.TenantsServicer):
     async def RevokeKey(
         self, request: admin.RevokeKeyRequest, context: grpc.aio.ServicerContext
     ) -> admin.RevokeKeyResponse:
+        await self._record("key.revoke", {"key_id": request.key_id[:64]})
         await self._store.change(lambda directory: directory.with_revoked(request.key_id))
         log.info("key_revoked", key_id=request.key_id)
         return admin.RevokeKeyResponse()

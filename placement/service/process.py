@@ -46,6 +46,7 @@ from placement.service.registrations import to_registration
 from placement.service.registry_choice import choose_registry
 from placement.service.site_config import SiteConfigSource
 from placement.service.stores import PolicyStore, TenantStore
+from placement.service.witnesses import Witnesses, admin_recorder
 
 log = get_logger(__name__)
 _GRPC_GRACE_S = 1.0
@@ -122,8 +123,9 @@ async def serve(settings: PlacementSettings) -> None:
             more_services=("mesh.v1.Policies", "mesh.v1.Tenants"),
             roles=state,
         )
-        admin_pb2_grpc.add_PoliciesServicer_to_server(PoliciesServicer(policies, tenants), public.server)
-        admin_pb2_grpc.add_TenantsServicer_to_server(TenantsServicer(tenants), public.server)
+        record = admin_recorder(audit)
+        admin_pb2_grpc.add_PoliciesServicer_to_server(PoliciesServicer(policies, tenants, record), public.server)
+        admin_pb2_grpc.add_TenantsServicer_to_server(TenantsServicer(tenants, record), public.server)
         uplink_pb2_grpc.add_UplinkServicer_to_server(hub, node.server)
         if settings.registry.kind is RegistryKind.EMBEDDED:
             registry_pb2_grpc.add_RegistryServicer_to_server(RegistryServicer(registry, place.mesh), node.server)
@@ -131,6 +133,9 @@ async def serve(settings: PlacementSettings) -> None:
         for listener in (node, public, health):
             await listener.server.start()
             stack.push_async_callback(listener.server.stop, _GRPC_GRACE_S)
+        witnesses = Witnesses(audit, hub, credentials.ca_pem)
+        witnesses.start()
+        stack.push_async_callback(witnesses.close)
         stack.callback(hub.close)  # before the servers stop: agents are told, instead of cut off
         gateway = EntryGateway(door, lambda: tenants.directory, metrics)
         http = http_listener(create_app(gateway), settings.listeners.http, settings.identity.folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,8 @@ from mesh.v1 import admin_pb2, uplink_pb2
 from tests.fakes.mesh import MemoryMesh, ask, asking, principal, request_of
 from tests.placement.entry.test_mesh_view import MODEL
 
+UNASKED: Any = None
+
 
 @pytest.fixture
 async def pushes(tmp_path: Path) -> _Pushes:
@@ -23,7 +26,7 @@ async def pushes(tmp_path: Path) -> _Pushes:
     host = mesh.nodes["paris"].host
     own = LocalPort(host, lambda peer: public_channel(peer.address))
     world = EdgeWorld(own=own, models=(MODEL,), load=await host.load(), dial=lambda peer: public_channel(peer.address))
-    made = _Pushes(SiteConfig(tmp_path / "site_config.bin"), world, mesh.door)
+    made = _Pushes(SiteConfig(tmp_path / "site_config.bin"), world, mesh.door, UNASKED)
     made.mesh = mesh  # type: ignore[attr-defined]
     return made
 

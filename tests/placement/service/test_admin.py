@@ -26,6 +26,24 @@ NO_CONTEXT: Any = None
 YAML = "version: 1\npriority: 3"
 
 
+class Recorded:
+    """What was written to the audit log; `error` is raised instead."""
+
+    def __init__(self) -> None:
+        self.actions: list[tuple[str, dict[str, str]]] = []
+        self.error: MeshError | None = None
+
+    async def __call__(self, action: str, facts: dict[str, str]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.actions.append((action, facts))
+
+
+@pytest.fixture
+def recorded() -> Recorded:
+    return Recorded()
+
+
 @pytest.fixture
 async def stores(registry: MoodyRegistry) -> AsyncIterator[tuple[PolicyStore, TenantStore]]:
     policies, tenants = PolicyStore(registry, lambda: None), TenantStore(registry, lambda: None)
@@ -37,15 +55,17 @@ async def stores(registry: MoodyRegistry) -> AsyncIterator[tuple[PolicyStore, Te
 
 
 @pytest.fixture
-async def tenants(stores: tuple[PolicyStore, TenantStore]) -> TenantsServicer:
-    servicer = TenantsServicer(stores[1])
+async def tenants(stores: tuple[PolicyStore, TenantStore], recorded: Recorded) -> TenantsServicer:
+    servicer = TenantsServicer(stores[1], recorded)
     await servicer.Create(admin.CreateTenantRequest(tenant="acme"), NO_CONTEXT)
     return servicer
 
 
 @pytest.fixture
-async def policies(stores: tuple[PolicyStore, TenantStore], tenants: TenantsServicer) -> PoliciesServicer:
-    return PoliciesServicer(*stores)
+async def policies(
+    stores: tuple[PolicyStore, TenantStore], tenants: TenantsServicer, recorded: Recorded
+) -> PoliciesServicer:
+    return PoliciesServicer(*stores, recorded)
 
 
 async def put(policies: PoliciesServicer, tenant: str = "acme", yaml: str = YAML, **more: int) -> int:
@@ -133,3 +153,25 @@ async def test_keys_are_issued_listed_and_revoked(
 async def test_bad_input(tenants: TenantsServicer, call: Any, error: type[MeshError]) -> None:
     with pytest.raises(error):
         await call(tenants)
+
+
+async def test_what_admins_do_is_written_down_first(
+    policies: PoliciesServicer, tenants: TenantsServicer, recorded: Recorded
+) -> None:
+    await put(policies)
+    issued = await tenants.IssueKey(admin.IssueKeyRequest(tenant="acme", role="operator"), NO_CONTEXT)
+    await tenants.RevokeKey(admin.RevokeKeyRequest(key_id=issued.key_id), NO_CONTEXT)
+    await policies.Delete(admin.DeletePolicyRequest(tenant="acme"), NO_CONTEXT)
+    assert [action for action, _ in recorded.actions] == [
+        "tenant.create", "policy.put", "key.issue", "key.revoke", "policy.delete",
+    ]  # fmt: skip
+    assert recorded.actions[2][1] == {"tenant": "acme", "key_id": issued.key_id, "role": "OPERATOR"}
+    assert issued.api_key not in str(recorded.actions), "no secret is written down"
+
+
+async def test_nothing_changes_that_cannot_be_written_down(policies: PoliciesServicer, recorded: Recorded) -> None:
+    recorded.error = Overloaded("the disk is full")
+    with pytest.raises(Overloaded):
+        await put(policies)
+    with pytest.raises(NotFound):
+        await policies.Get(admin.GetPolicyRequest(tenant="acme"), NO_CONTEXT)

@@ -1,0 +1,104 @@
+"""Placement's audit log and those of the attached sites vouch for one another: every so often heads are exchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from mesh.audit.chain import EntryKind, Head
+from mesh.audit.log import AuditLog
+from mesh.audit.witness import WitnessDesk
+from mesh.errors import MeshError
+from mesh.identity.place import Place
+from mesh.rpc.auth import current_principal
+from mesh.telemetry.log import get_logger
+from mesh.v1 import uplink_pb2
+
+log = get_logger(__name__)
+PERIOD_S = 30.0
+_TIMEOUT_S = 10.0
+_KEEPERS = 3
+"""Sites that get our head in one round, drawn anew: one honest one that answers is enough."""
+
+
+class Attached(Protocol):
+    @property
+    def place(self) -> Place: ...
+
+
+class Hub(Protocol):
+    """What is used of mesh.rpc.uplink.hub."""
+
+    def attached(self) -> tuple[Attached, ...]: ...
+
+    async def command(
+        self, node_id: str, command: uplink_pb2.Command, *, timeout_s: float
+    ) -> uplink_pb2.CommandResult: ...
+
+
+class Witnesses:
+    """Asks all attached sites for their heads, and gives ours to a few. A site that fails is asked again next time."""
+
+    def __init__(
+        self, audit: AuditLog, hub: Hub, ca_pem: bytes, *, period_s: float = PERIOD_S, rng: random.Random | None = None
+    ) -> None:
+        self._audit = audit
+        self._hub = hub
+        self._desk = WitnessDesk(audit, ca_pem)
+        self._period_s = period_s
+        self._rng = rng or random.Random()
+        self._kept: dict[str, Head] = {}  # node id -> newest head that our log has of it
+        self._given: Head | None = None  # newest of ours that a site keeps
+        self._loop: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin; owned until `close`."""
+        self._loop = asyncio.create_task(self._run(), name="witnesses")
+
+    async def close(self) -> None:
+        """One last round is not attempted: sites ask for it when they are back."""
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.wait([self._loop])
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._period_s)
+            try:
+                await self.round()
+            except Exception:  # a loop of the service must not end for good of one error
+                log.exception("witness_round_failed")
+
+    async def round(self) -> None:
+        """Ask every attached site once, one after the other: each answer is a synced write."""
+        places = [edge.place for edge in self._hub.attached()]
+        keepers = {place.node_id for place in self._rng.sample(places, min(_KEEPERS, len(places)))}
+        for place in places:
+            try:
+                await self._exchange(place, give=place.node_id in keepers)
+            except (MeshError, TimeoutError) as error:
+                reason = error.reason if isinstance(error, MeshError) else "TIMEOUT"
+                log.warning("witness_failed", peer=place.node_id, reason=reason)
+
+    async def _exchange(self, place: Place, *, give: bool) -> None:
+        ours = self._audit.head
+        request = self._desk.ask(self._kept.get(place.node_id), self._given if give else ours)
+        command = uplink_pb2.Command(witness=request)
+        result = await self._hub.command(place.node_id, command, timeout_s=_TIMEOUT_S)
+        if request.HasField("head"):
+            self._given = ours
+        if result.witness.HasField("head"):
+            self._kept[place.node_id] = await self._desk.keep(result.witness.head, of=place.uri)
+
+
+def admin_recorder(audit: AuditLog) -> Callable[[str, dict[str, str]], Awaitable[None]]:
+    """Writes an admin's action, with who asked, before it is done."""
+
+    async def record(action: str, facts: dict[str, str]) -> None:
+        who = current_principal()
+        actor = {"tenant": who.tenant, "key_id": who.key_id, "role": who.role.name}
+        await audit.append(EntryKind.ADMIN, {"actor": actor, "action": action, **facts})
+
+    return record
