@@ -3,7 +3,9 @@
 There are no prefill and decode phases: every sequence has tokens (prompt and generated) and a count of computed
 positions, and a step hands out a budget of tokens. Running sequences come first, those that decode before those
 that still prefill, so that a long prompt never stalls the others; then waiting ones are admitted in the order of
-(priority, arrival). When a running sequence needs a block and none is free, the sequence with the worst
+(priority, arrival). One whose next block is just being computed by another waits for the step's end and finds it
+in the cache: what requests that come together share is computed once, and nobody waits longer than that step for
+it. When a running sequence needs a block and none is free, the sequence with the worst
 (priority, arrival) loses all its blocks and waits again; it recomputes later, mostly from the prefix cache since
 its freed blocks keep their names. A step that preempted admits nobody, unless it would compute nothing else.
 
@@ -157,30 +159,41 @@ class Scheduler:
         self._grant(sequence, n, step)
 
     def _admit(self, step: _Step) -> None:
-        while self.waiting and step.budget > 0 and len(self.running) < self.limits.max_running:
-            sequence = self.waiting[0]
-            # Order matters: look up, check that all of it fits, take the hits, and only then allocate.
-            hits = [] if sequence.blocks else self._hits(sequence)
-            need = blocks_for(sequence.n_tokens) - len(sequence.blocks) - len(hits)
-            reserve = self.limits.watermark_blocks if self.running else 0
-            if need + reserve > self.pool.n_free_without(hits):
-                # If nobody runs, nobody will make room: then those behind give up the KV that they came with.
-                if not self.running and self._reclaim_behind(sequence, step):
-                    continue
+        step.note_pending()
+        for sequence in list(self.waiting):
+            if step.budget == 0 or len(self.running) >= self.limits.max_running:
                 return
-            self.waiting.pop(0)
-            self.running.append(sequence)
-            sequence.phase = Phase.RUNNING
-            if hits:
-                self.pool.take(hits)
-                sequence.blocks, sequence.named = hits, len(hits)
-                sequence.computed = len(hits) * BLOCK_TOKENS
-            if not sequence.admitted:
-                sequence.admitted = True
-                self.prompt_tokens_total += sequence.n_tokens
-                self.cached_tokens_total += len(hits) * BLOCK_TOKENS
-                sequence.cached = sequence.computed
-            self._grant(sequence, min(sequence.remaining, step.budget), step)
+            hits = [] if sequence.blocks else self._hits(sequence)
+            if not sequence.blocks and step.computes(sequence, len(hits)):
+                continue  # it finds those blocks in the cache in the next step
+            # Order matters: look up, check that all of it fits, take the hits, and only then allocate.
+            while not self._fits(sequence, hits):
+                # If nobody runs, nobody will make room: then those behind give up the KV that they came with.
+                if self.running or not self._reclaim_behind(sequence, step):
+                    return
+                hits = [] if sequence.blocks else self._hits(sequence)
+            self._start(sequence, hits, step)
+
+    def _fits(self, sequence: Sequence, hits: list[int]) -> bool:
+        need = blocks_for(sequence.n_tokens) - len(sequence.blocks) - len(hits)
+        reserve = self.limits.watermark_blocks if self.running else 0
+        return need + reserve <= self.pool.n_free_without(hits)
+
+    def _start(self, sequence: Sequence, hits: list[int], step: _Step) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.phase = Phase.RUNNING
+        if hits:
+            self.pool.take(hits)
+            sequence.blocks, sequence.named = hits, len(hits)
+            sequence.computed = len(hits) * BLOCK_TOKENS
+        if not sequence.admitted:
+            sequence.admitted = True
+            self.prompt_tokens_total += sequence.n_tokens
+            self.cached_tokens_total += len(hits) * BLOCK_TOKENS
+            sequence.cached = sequence.computed
+        self._grant(sequence, min(sequence.remaining, step.budget), step)
+        step.note_pending_of(sequence)
 
     def _reclaim_behind(self, first: Sequence, step: _Step) -> bool:
         """Take the blocks of the worst other waiting sequence that has some; False if none has."""
@@ -251,9 +264,10 @@ class Scheduler:
         full = sequence.computed // BLOCK_TOKENS
         if full > sequence.named:
             hashes = sequence.hashes(full)
+            blocks = list(sequence.blocks)  # a new table: blocks in the middle of it may be replaced by equal ones
             for i in range(sequence.named, full):
-                self.pool.name(sequence.blocks[i], hashes[i])
-            sequence.named = full
+                blocks[i] = self.pool.name(blocks[i], hashes[i])
+            sequence.blocks, sequence.named = blocks, full
 
 
 class _Step:
@@ -263,3 +277,20 @@ class _Step:
         self.budget = budget
         self.chunks: dict[int, Chunk] = {}
         self.preempted = False
+        self._pending: set[bytes] = set()
+
+    def note_pending(self) -> None:
+        """Look at what the chunks granted so far compute."""
+        for chunk in self.chunks.values():
+            if chunk.n_tokens > 1:
+                self.note_pending_of(chunk.sequence)
+
+    def note_pending_of(self, sequence: Sequence) -> None:
+        """This sequence's full blocks that have no names yet will have them after this step: whenever budget is left
+        for somebody else, every chunk so far goes up to its sequence's last token."""
+        self._pending.update(sequence.hashes(sequence.n_tokens // BLOCK_TOKENS)[sequence.named :])
+
+    def computes(self, sequence: Sequence, n_hits: int) -> bool:
+        """Whether the block that this sequence would compute first is being computed by another one."""
+        full = (sequence.n_tokens - 1) // BLOCK_TOKENS
+        return n_hits < full and sequence.hashes(n_hits + 1)[n_hits] in self._pending

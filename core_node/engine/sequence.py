@@ -23,7 +23,8 @@ class Sequence:
     """Changed only by its owner on the engine thread. Positions [0, computed) have KV in `blocks`.
 
     `root` is the root hash of its cache namespace. `named` blocks at the head of the table are in the pool's
-    index. Of an import `computed` may exceed `n_tokens`: KV of tokens that are not known yet.
+    index. `blocks` is appended to in place; for any other change (a block replaced by an equal one, preemption) it
+    becomes a new list. Of an import `computed` may exceed `n_tokens`: KV of tokens that are not known yet.
     """
 
     run_id: RunId

@@ -258,3 +258,62 @@ def test_a_step_whose_only_run_was_preempted_admits_another() -> None:
     assert shape(step(s)) == [("s3", 0, 4)]
     assert a.phase is Phase.WAITING
     s.check(iter([hold]))
+
+
+# --- requests that come together ------------------------------------------------------------------------------------
+
+
+def drain(s: Scheduler, n_steps: int = 100) -> int:
+    """Run until everybody has at least one token; how many positions were computed for prompts."""
+    n_prompt_tokens = 0
+    prompts = {q.run_id: q.n_tokens for q in s.waiting}
+    for _ in range(n_steps):
+        n_prompt_tokens += sum(c.n_tokens for c in step(s) if c.start < prompts[c.sequence.run_id])
+        if not s.waiting and all(q.remaining == 1 for q in s.running):
+            return n_prompt_tokens
+        s.check(iter(()))
+    raise AssertionError("it did not end")
+
+
+def test_identical_cold_prompts_compute_their_prefix_once() -> None:
+    s = scheduler(n_blocks=200, max_running=32, max_waiting=32, max_step_tokens=64)
+    for arrival in range(32):
+        s.add(sequence(100, arrival, first_id=0))
+    assert drain(s) == 100 + 31 * 4  # 6 full blocks once, and for each the 4 tokens behind them
+    assert len({tuple(q.blocks[:6]) for q in s.running}) == 1
+
+
+def test_a_shared_head_is_computed_once() -> None:
+    s = scheduler(n_blocks=600, max_running=16, max_waiting=16, max_step_tokens=200)
+    for arrival in range(16):
+        ids = [*range(512), *range(10_000 * (arrival + 1), 10_000 * (arrival + 1) + 32)]
+        s.add(Sequence(run_id=RunId(f"s{arrival}"), token_ids=ids, root=ROOT, arrival=arrival))
+    assert drain(s) == 512 + 16 * 32
+
+
+def test_others_go_on_while_one_waits_for_a_shared_block() -> None:
+    s = scheduler(max_step_tokens=64)
+    s.add(sequence(20, 1, first_id=0))
+    s.add(sequence(20, 2, first_id=0))
+    s.add(sequence(20, 3))
+    assert shape(step(s)) == [("s1", 0, 20), ("s3", 0, 20)]
+    assert shape(step(s)) == [("s1", 20, 1), ("s3", 20, 1), ("s2", 16, 4)]
+
+
+def test_a_namespace_waits_only_for_its_own_blocks() -> None:
+    s = scheduler(max_step_tokens=64)
+    s.add(sequence(20, 1, first_id=0))
+    other = sequence(20, 2, first_id=0)
+    other.root = root_hash("layout", b"another tenant")
+    s.add(other)
+    assert shape(step(s)) == [("s1", 0, 20), ("s2", 0, 20)]
+
+
+def test_one_that_waited_for_a_cancelled_one_computes_for_itself() -> None:
+    s = scheduler(max_step_tokens=32)
+    first = sequence(80, 1, first_id=0)
+    s.add(first)
+    s.add(sequence(80, 2, first_id=0))
+    assert shape(step(s)) == [("s1", 0, 32)]
+    s.remove(first)
+    assert shape(step(s)) == [("s2", 32, 32)]

@@ -181,4 +181,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
