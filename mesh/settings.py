@@ -53,6 +53,8 @@ Address = Annotated[HostPort, BeforeValidator(_address), PlainSerializer(str, re
 LocalAddress = Annotated[Address, AfterValidator(_loopback)]
 Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, le=86_400, allow_inf_nan=False)]
 Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=2**31 - 1)]
+ByteCount = Annotated[int, BeforeValidator(_number), Field(ge=0, le=2**44)]
+NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0, le=86_400, allow_inf_nan=False)]
 AutoCount = Annotated[int, BeforeValidator(_number), Field(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
 
@@ -160,6 +162,16 @@ class CoreEngine(Group):
     """Most sequences in one step."""
     max_waiting: Count = 256
     """Longest queue; more are refused as overloaded."""
+    policy: str = "priority"
+    """Who is admitted first: priority, fcfs, longest_prefix, shortest_predicted, or one of an installed package."""
+    ageing_s: NotNegative = 10.0
+    """Waiting this long makes up for one step of priority."""
+    starvation_s: NotNegative = 30.0
+    """Waiting this long goes before everything else (longest_prefix, shortest_predicted)."""
+    tpot_target_s: NotNegative = 0.0
+    """Prefill beside decoding requests is cut so that a step lasts no longer than this; 0: max_step_tokens alone."""
+    swap_bytes: ByteCount = 128 * 1024 * 1024
+    """Host memory for preempted KV, taken when first needed; 0: preempted KV is always computed again."""
 
 
 class EdgeEngine(Group):

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import structlog
 
+from core_node.engine.block_copies import BlockCopier, block_bytes
 from core_node.engine.blocks import BlockPool
 from core_node.engine.checks import check_continues, check_import, check_run
 from core_node.engine.ending import Ending
@@ -22,6 +23,8 @@ from core_node.engine.sampler import SampleRow
 from core_node.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from core_node.engine.sequence import Sequence
 from core_node.engine.speed import SpeedMeter
+from core_node.engine.step_time import StepWork
+from core_node.engine.swap import MoveRates
 from core_node.engine.tails import check_tail, join, open_tail
 from mesh.errors import AlreadyExists, Cancelled, Internal, InvalidRequest, MeshError, NotFound
 from mesh.kv.hashing import BLOCK_TOKENS, root_hash
@@ -71,13 +74,21 @@ class _Hold:
 
 
 class EngineCore:
-    """Owned by the engine thread. `new_stream` makes the tokenizer's incremental detokeniser."""
+    """Owned by the engine thread. `new_stream` makes the tokenizer's incremental detokeniser; `clock` gives seconds."""
 
     def __init__(
-        self, info: EngineInfo, runner: Runner, limits: SchedulerLimits, new_stream: Callable[[], TextStream]
+        self,
+        info: EngineInfo,
+        runner: Runner,
+        limits: SchedulerLimits,
+        new_stream: Callable[[], TextStream],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.info = info
         self._runner = runner
+        self._copier = BlockCopier(runner.pool, limits.host_blocks, clock)
+        self._block_bytes = block_bytes(runner.pool)
+        self._clock = clock
         self._limits = limits
         self._new_stream = new_stream
         self._speed = SpeedMeter()
@@ -126,6 +137,9 @@ class EngineCore:
             root=root,
             priority=spec.priority,
             arrival=self._arrivals,
+            arrived_s=self._clock(),
+            max_new_tokens=spec.sampling.max_tokens,
+            predicted_tokens=spec.predicted_tokens,
             prefill_only=spec.prefill_only,
         )
         if hold is not None and spec.kv_from is not None:
@@ -259,12 +273,16 @@ class EngineCore:
 
     def step(self) -> bool:
         """Compute one batch; False if there was nothing to compute (then only a command can change that)."""
-        chunks = self._scheduler.schedule()
+        self._scheduler.rates = self._rates()
+        chunks = self._scheduler.schedule(self._clock())
+        # The books say already that this is copied: if it fails, no KV can be trusted (EngineThread drops all).
+        self._copier.run(self._scheduler.take_copies())
         if not chunks:
             return False
         runs = [self._runs[c.sequence.run_id] for c in chunks]
         rows = [_sample_row(run, chunk) for run, chunk in zip(runs, chunks, strict=True)]
-        started = time.perf_counter()
+        work = StepWork.of(chunks)
+        started = self._clock()
         try:
             drawn = self._runner.run(chunks, rows)
         except Exception as exc:
@@ -273,15 +291,12 @@ class EngineCore:
             for run in runs:
                 self._end(run, Internal(f"the engine step failed: {type(exc).__name__}"))
             return True
-        duration_s = time.perf_counter() - started
-        n_decode = sum(1 for c in chunks if c.n_tokens == 1)
-        if len(chunks) == 1 and not n_decode:
+        duration_s = self._clock() - started
+        if len(chunks) == 1 and not work.decode_tokens:
             self._prefill_curve.add(chunks[0].start, chunks[0].n_tokens, duration_s)
-        self._speed.observe(
-            duration_s=duration_s,
-            prefill_tokens=sum(c.n_tokens for c in chunks) - n_decode,
-            decode_tokens=n_decode,
-        )
+        self._speed.observe(duration_s=duration_s, prefill_tokens=work.prefill_tokens, decode_tokens=work.decode_tokens)
+        if self._limits.tpot_target_s > 0:
+            self._scheduler.step_time.observe(work, duration_s)
         for run, chunk, row, token in zip(runs, chunks, rows, drawn, strict=True):
             completes = chunk.completes
             self._scheduler.computed(chunk)
@@ -290,6 +305,17 @@ class EngineCore:
             elif row is not None:
                 self._after_token(run, token)
         return True
+
+    def measure_copies(self) -> None:
+        """How fast KV goes to the host and back; before the first run."""
+        self._copier.probe()
+
+    def _rates(self) -> MoveRates:
+        return MoveRates(
+            recompute_tokens_per_s=self._speed.prefill_tokens_per_s,
+            copy_bytes_per_s=self._copier.bytes_per_s,
+            block_bytes=self._block_bytes,
+        )
 
     def _after_prefill_chunk(self, run: _Run, completes: bool) -> None:
         sequence = run.sequence

@@ -8,11 +8,13 @@ from importlib.metadata import version
 
 import torch
 
+from core_node.engine.block_copies import block_bytes
 from core_node.engine.core import EngineCore
 from core_node.engine.fitting import Demand, Fit, fit, mib
 from core_node.engine.gguf_weights import GgufWeights
 from core_node.engine.kv_pool import KvPool
 from core_node.engine.models import load_model, weights_bytes
+from core_node.engine.policies import find_policy
 from core_node.engine.runner import Runner
 from core_node.engine.safetensors_weights import SafetensorsWeights
 from core_node.engine.scheduler import SchedulerLimits
@@ -40,6 +42,7 @@ def load_engine(settings: CoreEngineSettings, on_load: OnLoad | None = None) -> 
     n_threads = settings.n_threads or usable_threads()
     torch.set_num_threads(n_threads)
     device = _device(settings.device)
+    policy = find_policy(settings.policy)
     description = describe(settings.model_path, model_id=settings.model_id)
     tokenizer = load_tokenizer(settings.model_path)
     kv_dtype = settings.kv_dtype or (KvDtype.F32 if settings.dtype == "f32" else KvDtype.BF16)
@@ -83,8 +86,15 @@ def load_engine(settings: CoreEngineSettings, on_load: OnLoad | None = None) -> 
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
         watermark_blocks=int(fitted.n_blocks * _WATERMARK_RATIO),
+        tpot_target_s=settings.tpot_target_s,
+        host_blocks=settings.swap_bytes // block_bytes(pool),
+        policy=policy,
+        ageing_s=settings.ageing_s,
+        starvation_s=settings.starvation_s,
     )
-    return EngineCore(info, runner, limits, tokenizer.stream)
+    core = EngineCore(info, runner, limits, tokenizer.stream)
+    core.measure_copies()
+    return core
 
 
 def open_weights(description: ModelDescription) -> WeightSource:

@@ -19,36 +19,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from core_node.engine.blocks import BlockPool, blocks_for
+from core_node.engine.chunk import Chunk as Chunk
+from core_node.engine.policies import Policy, Queued, Snapshot, aged_priority_s, priority
 from core_node.engine.sequence import Phase, Sequence
+from core_node.engine.step_time import StepTimeFit, StepWork
+from core_node.engine.swap import BlockCopy, CopyKind, HostBlocks, MoveRates, swap_is_cheaper
 from mesh.errors import Overloaded
 from mesh.kv.hashing import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """`watermark_blocks` stay free at an admission while others run, which limits preemption."""
+    """`watermark_blocks` stay free at an admission while others run, which limits preemption. `tpot_target_s`: steps
+    in which somebody decodes take at most so much prefill that they last no longer than this; 0: no limit of this
+    kind. `host_blocks`: room for swapped KV. `policy`, `ageing_s`, `starvation_s`: see policies."""
 
     max_step_tokens: int
     max_running: int
     max_waiting: int
     watermark_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Positions [start, start + n_tokens) of one sequence. `completes`: it has KV of all its tokens then."""
-
-    sequence: Sequence
-    start: int
-    n_tokens: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.n_tokens
-
-    @property
-    def completes(self) -> bool:
-        return self.stop == self.sequence.n_tokens
+    tpot_target_s: float = 0.0
+    host_blocks: int = 0
+    policy: Policy = priority
+    ageing_s: float = 10.0
+    starvation_s: float = 30.0
 
 
 class Scheduler:
@@ -57,9 +51,14 @@ class Scheduler:
     def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
         self.pool = pool
         self.limits = limits
+        self.step_time = StepTimeFit()
+        self.rates = MoveRates()  # the owner keeps them up to date
         self.waiting: list[Sequence] = []  # sorted by rank
         self.running: list[Sequence] = []
+        self._host = HostBlocks(limits.host_blocks)
+        self._copies: list[BlockCopy] = []
         self.preempted_total = 0
+        self.swapped_total = 0
         self.prompt_tokens_total = 0
         self.cached_tokens_total = 0
 
@@ -73,6 +72,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue it. Raises Overloaded if the queue is full."""
         self.check_room()
+        sequence.aged_s = aged_priority_s(sequence.priority, sequence.arrived_s, self.limits.ageing_s)
         self._enqueue(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -84,6 +84,7 @@ class Scheduler:
     def hold(self, sequence: Sequence) -> None:
         """Take it out of the schedule with its blocks; from here the caller owns it."""
         self._detach(sequence)
+        self._drop_swapped(sequence)
         sequence.phase = Phase.HELD
 
     def adopt(self, hold: Sequence, sequence: Sequence) -> None:
@@ -128,25 +129,41 @@ class Scheduler:
 
     # --- a step -------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self, now_s: float) -> list[Chunk]:
         """Chunks of the next step, those of one token first. Their blocks are allocated. Empty: nothing to do
-        now (nobody waits, or nobody who waits fits)."""
+        now (nobody waits, or nobody who waits fits). Carry out `take_copies` before anything is computed, even then."""
         step = _Step(self.limits.max_step_tokens)
         self.running.sort(key=lambda s: (s.remaining > 1, *s.rank))
         for sequence in list(self.running):
+            if sequence.remaining > 1:
+                self._limit_prefill(step, sequence.computed)
             if step.budget == 0:
                 break
             if sequence.phase is Phase.RUNNING:  # else it was preempted by one before it
                 self._continue(sequence, step)
-        if not step.preempted or not step.chunks:
-            self._admit(step)
+        if self.waiting and step.budget > 0 and (not step.preempted or not step.chunks):
+            self._admit(step, now_s)
         return sorted(step.chunks.values(), key=lambda c: c.n_tokens > 1)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Copies of blocks that the last `schedule` ordered; once."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def computed(self, chunk: Chunk) -> None:
         """The step computed this chunk: its KV is there, full blocks get their names."""
         assert chunk.sequence.computed == chunk.start
         chunk.sequence.computed = chunk.stop
         self._name_full_blocks(chunk.sequence)
+
+    def _limit_prefill(self, step: _Step, start: int) -> None:
+        """Once a step, before its first prefill chunk (from position `start` on): what the target leaves for it."""
+        if step.limited or self.limits.tpot_target_s <= 0:
+            return
+        step.limited = True
+        if step.chunks:
+            work = StepWork.of(step.chunks.values())
+            step.budget = self.step_time.prefill_budget(self.limits.tpot_target_s, work, start, step.budget)
 
     def _continue(self, sequence: Sequence, step: _Step) -> None:
         n = min(sequence.remaining, step.budget)
@@ -158,12 +175,12 @@ class Scheduler:
                 return
         self._grant(sequence, n, step)
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: _Step, now_s: float) -> None:
         step.note_pending()
-        for sequence in list(self.waiting):
-            if step.budget == 0 or len(self.running) >= self.limits.max_running:
+        for sequence in self._queue(now_s):
+            if len(self.running) >= self.limits.max_running:
                 return
-            hits = [] if sequence.blocks else self._hits(sequence)
+            hits = self._hits_of_waiting(sequence)
             if not sequence.blocks and step.computes(sequence, len(hits)):
                 continue  # it finds those blocks in the cache in the next step
             # Order matters: look up, check that all of it fits, take the hits, and only then allocate.
@@ -171,8 +188,33 @@ class Scheduler:
                 # If nobody runs, nobody will make room: then those behind give up the KV that they came with.
                 if self.running or not self._reclaim_behind(sequence, step):
                     return
-                hits = [] if sequence.blocks else self._hits(sequence)
+                hits = self._hits_of_waiting(sequence)
+            self._limit_prefill(step, len(hits) * BLOCK_TOKENS)
+            if step.budget == 0:
+                return
             self._start(sequence, hits, step)
+            if step.budget == 0:
+                return
+
+    def _queue(self, now_s: float) -> list[Sequence]:
+        """Who waits, by the policy."""
+        policy = self.limits.policy
+        if policy is priority:  # that is how they are kept
+            return list(self.waiting)
+        snapshot = Snapshot(
+            now_s=now_s,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            free_blocks=self.pool.n_free,
+            ageing_s=self.limits.ageing_s,
+            starvation_s=self.limits.starvation_s,
+            cached_tokens=self._cached_tokens_of,
+        )
+        return sorted(self.waiting, key=lambda s: policy(s, snapshot))
+
+    def _cached_tokens_of(self, request: Queued) -> int:
+        assert isinstance(request, Sequence)
+        return request.computed or self.cached_tokens(request)
 
     def _fits(self, sequence: Sequence, hits: list[int]) -> bool:
         need = blocks_for(sequence.n_tokens) - len(sequence.blocks) - len(hits)
@@ -180,20 +222,78 @@ class Scheduler:
         return need + reserve <= self.pool.n_free_without(hits)
 
     def _start(self, sequence: Sequence, hits: list[int], step: _Step) -> None:
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
-        sequence.phase = Phase.RUNNING
-        if hits:
+        came_with_kv = bool(sequence.blocks)
+        if not came_with_kv:
             self.pool.take(hits)
             sequence.blocks, sequence.named = hits, len(hits)
             sequence.computed = len(hits) * BLOCK_TOKENS
+            self._swap_in(sequence)
+            self._copy_tail(sequence)
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.phase = Phase.RUNNING
         if not sequence.admitted:
             sequence.admitted = True
             self.prompt_tokens_total += sequence.n_tokens
-            self.cached_tokens_total += len(hits) * BLOCK_TOKENS
+            self.cached_tokens_total += 0 if came_with_kv else sequence.computed
             sequence.cached = sequence.computed
         self._grant(sequence, min(sequence.remaining, step.budget), step)
         step.note_pending_of(sequence)
+
+    def _copy_tail(self, sequence: Sequence) -> None:
+        """Copy on write of a block that cannot be shared, since this sequence writes into it at once: a full one whose
+        last position must be computed again for its logits, or the last of a running sequence with the same tokens
+        (another sample of one prompt)."""
+        start, stop = sequence.computed, sequence.n_tokens - 1
+        if start % BLOCK_TOKENS or not start < stop <= start + BLOCK_TOKENS - 1:
+            return
+        source = self._block_with(sequence, start, stop)
+        if source is not None:
+            target = self.pool.allocate(1)
+            self._copies.append(BlockCopy(CopyKind.WITHIN, (source,), tuple(target)))
+            sequence.blocks += target
+            sequence.computed = stop
+
+    def _block_with(self, sequence: Sequence, start: int, stop: int) -> int | None:
+        at = start // BLOCK_TOKENS
+        if sequence.n_tokens % BLOCK_TOKENS == 0:
+            found = self.pool.find(sequence.hashes(at + 1)[at:])
+            if found:
+                return found[0]
+        tail = sequence.token_ids[start:stop]
+        for other in self.running:
+            if (
+                other.computed >= stop
+                and other.token_ids[start:stop] == tail
+                and (other.blocks[at - 1] == sequence.blocks[at - 1] if at else other.root == sequence.root)
+            ):
+                return other.blocks[at]
+        return None
+
+    # --- swapping -----------------------------------------------------------------------------------------------
+
+    def _swap_out(self, victim: Sequence) -> None:
+        """Copy its KV to the host if that is cheaper than computing it again and there is room."""
+        n = blocks_for(victim.computed)
+        if 0 < n <= self._host.n_free and swap_is_cheaper(victim.computed, n, self.rates):
+            victim.swapped, victim.swapped_tokens = self._host.allocate(n), victim.computed
+            self._copies.append(BlockCopy(CopyKind.OUT, tuple(victim.blocks[:n]), tuple(victim.swapped)))
+            self.swapped_total += 1
+
+    def _swap_in(self, sequence: Sequence) -> None:
+        """Bring back what the cache has lost meanwhile."""
+        found = len(sequence.blocks)
+        if len(sequence.swapped) > found and sequence.swapped_tokens > sequence.computed:
+            targets = self.pool.allocate(len(sequence.swapped) - found)
+            self._copies.append(BlockCopy(CopyKind.IN, tuple(sequence.swapped[found:]), tuple(targets)))
+            sequence.blocks += targets
+            sequence.computed = sequence.swapped_tokens
+            self._name_full_blocks(sequence)
+        self._drop_swapped(sequence)
+
+    def _drop_swapped(self, sequence: Sequence) -> None:
+        self._host.free(sequence.swapped)
+        sequence.swapped, sequence.swapped_tokens = [], 0
 
     def _reclaim_behind(self, first: Sequence, step: _Step) -> bool:
         """Take the blocks of the worst other waiting sequence that has some; False if none has."""
@@ -217,8 +317,10 @@ class Scheduler:
         granted = step.chunks.pop(id(victim), None)
         if granted is not None:
             step.budget += granted.n_tokens
+        self._swap_out(victim)
         self._detach(victim)
-        self._free(victim)
+        self.pool.free(victim.blocks)
+        victim.blocks, victim.computed, victim.named = [], 0, 0
         self._enqueue(victim)
         step.preempted = True
         self.preempted_total += 1
@@ -241,7 +343,12 @@ class Scheduler:
         for s in everyone:
             assert blocks_for(s.computed) <= len(s.blocks), f"{s.computed} positions in {len(s.blocks)} blocks"
             assert s.named * BLOCK_TOKENS <= s.computed, "a block was named before it was full"
+            assert not s.swapped or (s.phase is Phase.WAITING and not s.blocks), "swapped KV of one that has blocks"
         self.pool.check(s.blocks for s in everyone)
+        self._host.check([s.swapped for s in everyone])
+
+    def _hits_of_waiting(self, sequence: Sequence) -> list[int]:
+        return [] if sequence.blocks else self._hits(sequence)
 
     def _hits(self, sequence: Sequence) -> list[int]:
         return self.pool.find(sequence.hashes((sequence.n_tokens - 1) // BLOCK_TOKENS))
@@ -257,6 +364,7 @@ class Scheduler:
             self.running.remove(sequence)
 
     def _free(self, sequence: Sequence) -> None:
+        self._drop_swapped(sequence)
         self.pool.free(sequence.blocks)
         sequence.blocks, sequence.computed, sequence.named = [], 0, 0
 
@@ -277,6 +385,7 @@ class _Step:
         self.budget = budget
         self.chunks: dict[int, Chunk] = {}
         self.preempted = False
+        self.limited = False
         self._pending: set[bytes] = set()
 
     def note_pending(self) -> None:

@@ -32,6 +32,10 @@ class Sequence:
     root: bytes
     priority: int = 0
     arrival: int = 0
+    arrived_s: float = 0.0
+    aged_s: float = 0.0  # see policies.aged_priority_s; set when it is queued first
+    max_new_tokens: int = 0
+    predicted_tokens: int | None = None
     prefill_only: bool = False
     phase: Phase = Phase.WAITING
     blocks: list[int] = field(default_factory=list)
@@ -39,6 +43,8 @@ class Sequence:
     named: int = 0
     cached: int = 0  # positions that the first admission found in the cache or the hold
     admitted: bool = False  # was admitted at least once
+    swapped: list[int] = field(default_factory=list)  # host blocks with KV of [0, swapped_tokens), while it waits
+    swapped_tokens: int = 0
     _hashes: list[bytes] = field(default_factory=list)
 
     @property
@@ -51,9 +57,9 @@ class Sequence:
         return len(self.token_ids) - self.computed
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[float, int]:
         """Smaller goes first; the largest is the first victim."""
-        return (self.priority, self.arrival)
+        return (self.aged_s, self.arrival)
 
     def hashes(self, n_blocks: int) -> list[bytes]:
         """Names of the first `n_blocks` blocks, whose tokens must be known."""

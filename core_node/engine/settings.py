@@ -22,6 +22,9 @@ class CoreEngineSettings:
     `backend`: the compiled "kernels" (CPU; bf16 or int8 over bf16 KV), "torch", or "auto": the kernels where they
     can run. The pool's size is `kv_pool_tokens`, or `kv_pool_bytes` if that is 0, or chosen by the engine if both
     are 0. `n_threads` 0: as many as the CPUs that this process may use (affinity and control group quota).
+    `policy` names who is admitted first (see policies); `ageing_s` of waiting make up for one step of priority,
+    `starvation_s` of it go before everything else. `tpot_target_s`: prefill beside decoding sequences is cut so that a
+    step lasts no longer; 0: by `max_step_tokens` alone. `swap_bytes`: host memory for preempted KV; 0: none.
     """
 
     model_path: Path
@@ -37,6 +40,11 @@ class CoreEngineSettings:
     max_step_tokens: int = 256
     max_running: int = 32
     max_waiting: int = 256
+    policy: str = "priority"
+    ageing_s: float = 10.0
+    starvation_s: float = 30.0
+    tpot_target_s: float = 0.0
+    swap_bytes: int = 128 * 1024 * 1024
 
     def __post_init__(self) -> None:
         if self.dtype not in WEIGHT_DTYPES:
@@ -47,6 +55,8 @@ class CoreEngineSettings:
             self._at_least(field, 0)
         for field in ("max_step_tokens", "max_running", "max_waiting"):
             self._at_least(field, 1)
+        for field in ("ageing_s", "starvation_s", "tpot_target_s", "swap_bytes"):
+            self._at_least(field, 0)
         if self.kv_pool_tokens and self.kv_pool_bytes:
             raise InvalidRequest("set kv_pool_tokens or kv_pool_bytes, not both", field="kv_pool_bytes")
         if 0 < self.kv_pool_tokens < BLOCK_TOKENS:

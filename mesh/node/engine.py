@@ -8,6 +8,9 @@ Positions are absolute: position i is token_ids[i]. A *run* computes tokens; a *
 engine's memory without a run (a paused run, a finished prefill, an import) until it is continued or released.
 Runs and holds share one name space of `run_id`s: a run that pauses becomes a hold of the same id, and a run
 whose spec names `kv_from` consumes that hold.
+
+Several samples of one prompt are several runs that differ in `sampling.sample_index`. An engine that can shares their
+KV: the core engine computes what they have in common once and copies a block only when one of them writes into it.
 """
 
 from __future__ import annotations
@@ -73,6 +76,7 @@ class RunSpec:
     (penalties, min_tokens, stop strings and usage count from there, so a moved run continues exactly).
     `kv_from` names a hold whose KV covers a prefix of token_ids[:-1]; the engine computes what is missing.
     `salt` names the cache namespace (tenant and label).
+    `predicted_tokens`: how many tokens somebody expects it to generate; a hint for the order of admissions.
     `prefill_only`: compute KV of all token_ids, yield progress, end in a hold; no token is sampled.
     """
 
@@ -84,6 +88,7 @@ class RunSpec:
     priority: int = 0  # smaller runs first
     kv_from: RunId | None = None
     prefill_only: bool = False
+    predicted_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ a seeded walk) can use them.
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -22,6 +22,7 @@ from core_node.engine.kv_pool import KvPool, slots_of
 from core_node.engine.runner import Runner
 from core_node.engine.sampler import Logits
 from core_node.engine.scheduler import Chunk, SchedulerLimits
+from core_node.engine.swap import MoveRates
 from mesh.errors import Cancelled, Internal, MeshError, Overloaded
 from mesh.kv.geometry import KvDtype, KvGeometry
 from mesh.kv.hashing import BLOCK_TOKENS
@@ -131,13 +132,9 @@ class World:
 
     n_blocks: int = 12
     limits: SchedulerLimits = field(
-        default_factory=lambda: SchedulerLimits(max_step_tokens=40, max_running=5, max_waiting=8, watermark_blocks=1)
-    )
-    make_core: Callable[[EngineInfo, Runner, SchedulerLimits], EngineCore] = lambda info, runner, limits: EngineCore(
-        info,
-        runner,
-        limits,
-        new_stream=None,  # type: ignore[arg-type] - nobody has stop strings
+        default_factory=lambda: SchedulerLimits(
+            max_step_tokens=40, max_running=5, max_waiting=8, watermark_blocks=1, host_blocks=7
+        )
     )
     lives: list[Life] = field(default_factory=list)
     holds: list[HeldKv] = field(default_factory=list)
@@ -160,7 +157,17 @@ class World:
             eos_token_ids=frozenset(),
             build="test",
         )
-        self.core = self.make_core(info, Runner(self.model, pool, frozenset()), self.limits)
+        ticks = itertools.count()
+        self.core = EngineCore(
+            info,
+            Runner(self.model, pool, frozenset()),
+            self.limits,
+            new_stream=None,  # type: ignore[arg-type] - nobody has stop strings
+        )
+        # Not what was measured: two of three victims are swapped if there is room, the same ones each time.
+        self.core._rates = lambda: MoveRates(  # type: ignore[method-assign]
+            recompute_tokens_per_s=100.0 if next(ticks) % 3 else 1e9, copy_bytes_per_s=1e6, block_bytes=1
+        )
 
     # --- operations ---------------------------------------------------------------------------------------------
 
@@ -285,9 +292,9 @@ class World:
 
     def finish(self) -> None:
         """Let everything end; nothing may be left."""
-        while self.holds:
-            self.release(0)
         for _ in range(5_000):
+            while self.holds:
+                self.release(0)
             if not self.core.step():
                 break
             self._collect()

@@ -140,6 +140,7 @@ def test_a_seeded_life(seed: int) -> None:
     world = World()
     walk(world, random.Random(seed), 250)
     assert world.core.load().preempted_total > 0
+    assert world.core._scheduler.swapped_total > 0
     assert world.ended_by_themselves > 10
 
 

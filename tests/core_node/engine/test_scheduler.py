@@ -7,6 +7,7 @@ import pytest
 from core_node.engine.blocks import BlockPool
 from core_node.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from core_node.engine.sequence import Phase, Sequence
+from core_node.engine.swap import BlockCopy, CopyKind
 from mesh.errors import Overloaded
 from mesh.kv.hashing import root_hash
 from mesh.node.engine import RunId
@@ -27,7 +28,7 @@ def sequence(n_tokens: int, arrival: int, *, priority: int = 0, first_id: int | 
 
 def step(s: Scheduler) -> list[Chunk]:
     """One step with a pretended model: the token after position p is p."""
-    chunks = s.schedule()
+    chunks = s.schedule(0.0)
     for chunk in chunks:
         completes = chunk.completes
         s.computed(chunk)
@@ -95,7 +96,9 @@ def test_one_position_is_left_to_compute() -> None:
     s.add(sequence(32, 1, first_id=0))
     step(s)
     s.add(sequence(32, 2, first_id=0))
-    assert ("s2", 16, 16) in shape(step(s))
+    assert ("s2", 31, 1) in shape(step(s))
+    assert s.take_copies() == [BlockCopy(CopyKind.WITHIN, (1,), (3,))]  # it writes into that block: not the other's
+    assert s.running[0].blocks[:2] == s.running[1].blocks[:2] == [0, 1]  # full and equal, it is kept once
 
 
 def test_the_worst_is_preempted_and_comes_back_from_the_cache() -> None:
@@ -279,7 +282,7 @@ def test_identical_cold_prompts_compute_their_prefix_once() -> None:
     s = scheduler(n_blocks=200, max_running=32, max_waiting=32, max_step_tokens=64)
     for arrival in range(32):
         s.add(sequence(100, arrival, first_id=0))
-    assert drain(s) == 100 + 31 * 4  # 6 full blocks once, and for each the 4 tokens behind them
+    assert drain(s) == 100 + 31  # everything once, and for each the last position again, for its logits
     assert len({tuple(q.blocks[:6]) for q in s.running}) == 1
 
 
@@ -297,7 +300,7 @@ def test_others_go_on_while_one_waits_for_a_shared_block() -> None:
     s.add(sequence(20, 2, first_id=0))
     s.add(sequence(20, 3))
     assert shape(step(s)) == [("s1", 0, 20), ("s3", 0, 20)]
-    assert shape(step(s)) == [("s1", 20, 1), ("s3", 20, 1), ("s2", 16, 4)]
+    assert shape(step(s)) == [("s1", 20, 1), ("s3", 20, 1), ("s2", 19, 1)]
 
 
 def test_a_namespace_waits_only_for_its_own_blocks() -> None:

@@ -9,6 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from core_node.engine.blocks import BlockPool
 from core_node.engine.scheduler import Scheduler, SchedulerLimits
 from core_node.engine.sequence import Phase, Sequence
+from core_node.engine.swap import BlockCopy, CopyKind, MoveRates
 from mesh.errors import Overloaded
 from mesh.kv.hashing import BLOCK_TOKENS, root_hash
 from mesh.node.engine import RunId
@@ -30,12 +31,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        limits = SchedulerLimits(max_step_tokens=24, max_running=4, max_waiting=6, watermark_blocks=1)
+        limits = SchedulerLimits(max_step_tokens=24, max_running=4, max_waiting=6, watermark_blocks=1, host_blocks=4)
         self.s = Scheduler(BlockPool(N_BLOCKS), limits)
         self.arrivals = 0
         self.live: list[Sequence] = []
         self.held: list[Sequence] = []
         self.written: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self.host: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self.s.rates = MoveRates(
+            recompute_tokens_per_s=1.0, copy_bytes_per_s=1.0, block_bytes=1
+        )  # swap if there is room
 
     def new(self, branch: int, n_tokens: int, salt: bytes, priority: int = 0) -> Sequence:
         self.arrivals += 1
@@ -132,7 +137,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.step()
 
     def step(self) -> None:
-        chunks = self.s.schedule()
+        chunks = self.s.schedule(0.0)
+        self.copy(self.s.take_copies())
         assert sum(c.n_tokens for c in chunks) <= self.s.limits.max_step_tokens
         assert len({id(c.sequence) for c in chunks}) == len(chunks)
         assert chunks or self.held or not self.live, "nobody runs though nothing is in the way"
@@ -146,6 +152,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if chunk.sequence.n_tokens >= N_BLOCKS * BLOCK_TOKENS or chunk.stop % 53 == 0:
                     self.s.remove(chunk.sequence)
                     self.live.remove(chunk.sequence)
+
+    def copy(self, copies: list[BlockCopy]) -> None:
+        for copy in copies:
+            source = self.host if copy.kind is CopyKind.IN else self.written
+            target = self.host if copy.kind is CopyKind.OUT else self.written
+            for i, j in zip(copy.sources, copy.targets, strict=True):
+                target[j] = source[i]
 
     def write_positions(self, sequence: Sequence, start: int, stop: int) -> None:
         """A write goes only to a block that this sequence alone owns."""
