@@ -9,7 +9,7 @@
 
 constexpr int kPoolBlock = 16;  // positions a block
 constexpr int kSpan = 128;
-constexpr int kMaxColumns = 96, kMaxHeads = 16;  // of one work item
+constexpr int kMaxColumns = 96;  // of one work item
 
 struct Heads {
   int n_q, n_kv, dim;  // dim is a multiple of 32
@@ -60,37 +60,11 @@ class Ahead {
   const int end_, width_;
 };
 
-// What one call of `attend` does: rows [row0, row0 + rows) of one sequence, the first of them at `position`, for KV
-// heads [head0, head1). Either one head and as many columns as there is room for, or several heads whose columns make
-// up one tile (decode): then a head's Q tile is zero in the columns of the others, and adding up the heads' products
-// gives each column its own.
-struct Item {
-  const int* table;
-  int row0, rows, position, head0, head1;
-
-  int n_keys() const { return position + rows; }
-  int n_heads() const { return head1 - head0; }
-  KeysValues head(const Heads& h, const Pool& pool, int i) const {
-    const int at = std::min(head0 + i, head1 - 1) * h.dim;
-    return {pool.k + at, pool.v + at, table, n_keys(), size_t(h.n_kv) * h.dim};
-  }
-
-  // Items for all heads of `rows` rows.
-  static void add(const Heads& h, const int* table, int row0, int rows, int position, int n_threads, bool alone,
-                  std::vector<Item>& to) {
-    const int columns = h.group() * rows;
-    if (columns <= 16) {
-      int heads = std::min({h.n_kv, 16 / columns, kMaxHeads});
-      if (alone) heads = std::min(heads, (h.n_kv + n_threads - 1) / n_threads);
-      for (int head = 0; head < h.n_kv; head += heads)
-        to.push_back({table, row0, rows, position, head, std::min(head + heads, h.n_kv)});
-      return;
-    }
-    const int most = kMaxColumns / h.group();
-    for (int r = 0; r < rows; r += most)
-      for (int head = 0; head < h.n_kv; head++)
-        to.push_back({table, row0 + r, std::min(most, rows - r), position + r, head, head + 1});
-  }
+// The sequences of a step: i has rows [row_start[i], row_start[i + 1]), the first of them at position[i], its block
+// table at tables + table_start[i].
+struct Sequences {
+  int n;
+  const int *row_start, *position, *table_start, *tables;
 };
 
 #ifdef __AVX512F__

@@ -1,13 +1,94 @@
 // Attention in f32 over bf16 K and V, widened in registers. Scores are a product with K as W, transposed 32 positions at
 // a time; V is read as it lies, so inside 16 dimensions of a result are kept as 8 even and 8 odd ones, which is how
-// bf16 comes apart. No column is computed that nobody asked for. Included by attention.h.
+// bf16 comes apart. No column is computed that nobody asked for. Rows of different sequences whose block tables agree
+// over a span (a shared prefix) are computed together, so K and V are read and transposed once for them.
+// Included by attention.h.
 #pragma once
+
+// One row of a step: `row` is its place there, `position` its own in its sequence.
+struct Row {
+  const int* table;
+  int row, position;
+};
+
+// Rows that read the same blocks for the `n` positions from `first` on, or fewer where a row's own come earlier.
+struct Run {
+  const Row* rows;
+  int n_rows, first, n;
+};
+
+// What one call of `attend` does: some rows, for KV heads [head0, head1).
+struct Item {
+  const Row* rows;
+  int n_rows, head0, head1;
+
+  int n_heads() const { return head1 - head0; }
+};
+
+// Whether a span's blocks are the same for both: of one sequence, or as a prefix that sequences share.
+inline bool same_span(const Row& a, const Row& b, int first) {
+  if (a.table == b.table) return true;
+  const int *from = a.table + first / kPoolBlock, *other = b.table + first / kPoolBlock;
+  return std::min(a.position, b.position) + 1 >= first + kSpan && std::equal(from, from + kSpan / kPoolBlock, other);
+}
+
+// The work items of a step.
+class Plan {
+ public:
+  std::vector<Item> items;
+
+  void make(const Heads& heads, const Sequences& s, int n_threads) {
+    rows_.resize(s.row_start[s.n]);
+    items.clear();
+    int n_single = 0, at = 0;
+    for (int i = 0; i < s.n; i++)
+      if (s.row_start[i + 1] - s.row_start[i] == 1) rows_[n_single++] = row(s, i, 0);
+    // Sharers side by side. The order of rows changes no result.
+    std::sort(rows_.begin(), rows_.begin() + n_single, [](const Row& a, const Row& b) {
+      const int n = a.position / kPoolBlock + 1, other = b.position / kPoolBlock + 1;
+      return std::lexicographical_compare(a.table, a.table + n, b.table, b.table + other);
+    });
+    const int most_sharers = std::clamp(kMaxColumns / heads.group(), 1, kSharers);
+    while (at < n_single) {
+      int end = at + 1;
+      while (end < n_single && end - at < most_sharers && same_span(rows_[at], rows_[end], 0)) end++;
+      add(heads, at, end - at, n_threads, n_single < n_threads);
+      at = end;
+    }
+    for (int i = 0; i < s.n; i++) {
+      const int n = s.row_start[i + 1] - s.row_start[i], most = std::max(1, kMaxColumns / heads.group());
+      if (n == 1) continue;
+      for (int r = 0; r < n; r++) rows_[at + r] = row(s, i, r);
+      for (int r = 0; r < n; r += most) add(heads, at + r, std::min(most, n - r), n_threads, s.n < n_threads);
+      at += n;
+    }
+  }
+
+ private:
+  static constexpr int kSharers = 8;  // rows that share are cut into items of so many, so that all threads get some
+
+  static Row row(const Sequences& s, int i, int r) {
+    return {s.tables + s.table_start[i], s.row_start[i] + r, s.position[i] + r};
+  }
+
+  // One item for all heads if the rows are few, so that K and V are read in the order in which they lie; more of them
+  // if there would be too few for the threads.
+  void add(const Heads& h, int at, int n, int n_threads, bool alone) {
+    int n_heads = std::clamp(16 / (h.group() * n), 1, h.n_kv);
+    if (alone) n_heads = std::min(n_heads, (h.n_kv + n_threads - 1) / n_threads);
+    for (int head = 0; head < h.n_kv; head += n_heads)
+      items.push_back({rows_.data() + at, n, head, std::min(head + n_heads, h.n_kv)});
+  }
+
+  std::vector<Row> rows_;
+};
 
 // One thread's.
 struct AttentionScratch {
   float *q, *scores, *out;  // [columns][dim], [columns][kSpan], [columns][dim]
   char* keys;               // 32 positions of K, as a block of W
   float top[kMaxColumns], sum[kMaxColumns];
+  std::vector<Run> runs;
 
   AttentionScratch(Arena& arena, int dim)
       : q((float*)arena.take(size_t(kMaxColumns) * dim * 4)),
@@ -106,49 +187,69 @@ inline void span_weights(float* scores, int there, int n, float& top, float& sum
   for (int d = 0; d < dim; d += kLanes) store(out + d, mul(load(out + d), keep));
 }
 
+// The runs of an item, span by span.
+inline void find_runs(const Item& item, std::vector<Run>& runs) {
+  runs.clear();
+  const Row* const end = item.rows + item.n_rows;
+  int last = 0;
+  for (const Row* r = item.rows; r < end; r++) last = std::max(last, r->position);
+  for (int first = 0; first <= last; first += kSpan)
+    for (const Row *from = item.rows, *to; from < end; from = to) {
+      int here = from->position;
+      for (to = from + 1; to < end && same_span(*from, *to, first); to++) here = std::max(here, to->position);
+      if (here >= first) runs.push_back({from, int(to - from), first, std::min(kSpan, here + 1 - first)});
+    }
+}
+
 // q: f32 [rows of the step][n_q][dim]; the result goes to `out`, what enters the product with W_o. `next` is this
 // thread's next item, of which the first span is fetched meanwhile.
 template <bool Amx>
 inline void attend(const Heads& heads, const Pool& pool, const Item& item, const Item& next, const float* q, char* out,
                    AttentionScratch& scratch) {
-  const int dim = heads.dim, group = heads.group(), n_keys = item.n_keys();
-  const int per_head = group * item.rows, n_columns = per_head * item.n_heads();
+  const int dim = heads.dim, group = heads.group();
+  const int per_head = group * item.n_rows, n_columns = per_head * item.n_heads();
   const Vec scale = set1(1.44269504f / std::sqrt(float(dim)));
+  auto keys_values = [&](const Row& row, int n_keys, int head) -> KeysValues {
+    return {pool.k + head * dim, pool.v + head * dim, row.table, n_keys, size_t(heads.n_kv) * dim};
+  };
 
   // Column c: head c / per_head of the item, row c % per_head / group, query head c % group of the KV head.
-  auto row_of = [&](int c) { return c % per_head / group; };
+  auto row_of = [&](int c) { return item.rows[c % per_head / group].row; };
   auto q_head_of = [&](int c) { return (item.head0 + c / per_head) * group + c % group; };
   for (int c = 0; c < n_columns; c++) {
-    const float* from = q + (size_t(item.row0 + row_of(c)) * heads.n_q + q_head_of(c)) * dim;
+    const float* from = q + (size_t(row_of(c)) * heads.n_q + q_head_of(c)) * dim;
     for (int d = 0; d < dim; d += kLanes) store(scratch.q + size_t(c) * dim + d, mul(load(from + d), scale));
     scratch.top[c] = -1e30f;
     scratch.sum[c] = 0;
   }
   std::fill_n(scratch.out, size_t(n_columns) * dim, 0.f);
 
-  for (int first = 0; first < n_keys; first += kSpan) {
-    const bool more = first + kSpan < n_keys;
-    const int n = std::min(kSpan, n_keys - first);
-    Ahead ahead(more ? item.head(heads, pool, 0) : next.head(heads, pool, 0), more ? first + kSpan : 0,
-                (more ? item : next).n_heads() * dim * 2);
+  find_runs(item, scratch.runs);
+  for (size_t i = 0; i < scratch.runs.size(); i++) {
+    const Run& run = scratch.runs[i];
+    const bool more = i + 1 < scratch.runs.size();
+    const Run& then = more ? scratch.runs[i + 1] : Run{next.rows, 1, 0, next.rows[0].position + 1};
+    const Item& whose = more ? item : next;
+    Ahead ahead(keys_values(then.rows[0], then.first + then.n, whose.head0), then.first, whose.n_heads() * dim * 2);
+    const int n_run = group * run.n_rows;
     for (int h = 0; h < item.n_heads(); h++) {
-      const KeysValues kv = item.head(heads, pool, h);
-      const int c0 = h * per_head;
+      const KeysValues kv = keys_values(run.rows[0], run.first + run.n, item.head0 + h);
+      const int c0 = h * per_head + int(run.rows - item.rows) * group;
       float *scores = scratch.scores + c0 * kSpan, *result = scratch.out + size_t(c0) * dim;
-      for (int at = 0; at < n; at += kBlockN) {
+      for (int at = 0; at < run.n; at += kBlockN) {
         for (int key = 0; key < kBlockN; key += 8)
-          transpose_keys(kv.k + kv.block_or_last(first + at + key) + key % kPoolBlock * kv.row, kv.row, dim,
+          transpose_keys(kv.k + kv.block_or_last(run.first + at + key) + key % kPoolBlock * kv.row, kv.row, dim,
                          scratch.keys + key / 16 * kTileBytes + key / 8 % 2 * 32, 2 * kTileBytes, ahead);
-        in_groups(per_head, [&](int c, int columns) {
+        in_groups(n_run, [&](int c, int columns) {
           block_product<Bf16Tile>(columns, scratch.q + size_t(c0 + c) * dim, dim, scratch.keys, dim / kTileK,
                                   scores + c * kSpan + at, kSpan, [](int) {});
         });
       }
-      for (int c = 0; c < per_head; c++)
-        span_weights(scores + c * kSpan, std::min(n, item.position + row_of(c) + 1 - first), n, scratch.top[c0 + c],
-                     scratch.sum[c0 + c], result + size_t(c) * dim, dim);
-      in_groups(per_head, [&](int c, int columns) {
-        weigh_values(kv, first, n, dim, columns, scores + c * kSpan, result + size_t(c) * dim);
+      for (int c = 0; c < n_run; c++)
+        span_weights(scores + c * kSpan, std::min(run.n, run.rows[c / group].position + 1 - run.first), run.n,
+                     scratch.top[c0 + c], scratch.sum[c0 + c], result + size_t(c) * dim, dim);
+      in_groups(n_run, [&](int c, int columns) {
+        weigh_values(kv, run.first, run.n, dim, columns, scores + c * kSpan, result + size_t(c) * dim);
       });
     }
   }
@@ -159,7 +260,7 @@ inline void attend(const Heads& heads, const Pool& pool, const Item& item, const
       const float* from = scratch.out + size_t(c) * dim + d;
       const Vec even = mul(load(from), inverse), odd = mul(load(from + 8), inverse);
       const Vec a = _mm256_unpacklo_ps(even, odd), b = _mm256_unpackhi_ps(even, odd);
-      float* to = activations(out, heads.n_q * dim, item.row0 + row_of(c), q_head_of(c) * dim + d);
+      float* to = activations(out, heads.n_q * dim, row_of(c), q_head_of(c) * dim + d);
       store(to, _mm256_permute2f128_ps(a, b, 0x20));
       store(to + 8, _mm256_permute2f128_ps(a, b, 0x31));
     }

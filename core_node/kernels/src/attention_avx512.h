@@ -2,6 +2,8 @@
 // K as it lies as A tiles, so that maximum and sum over keys run down the lanes. Included by attention.h.
 #pragma once
 
+constexpr int kMaxHeads = 16;  // of one work item
+
 // One thread's.
 struct AttentionScratch {
   char *v_tiles, *q_tiles, *p_tiles;  // bf16 tiles: of a span of V, of all Q columns, of one tile's weights
@@ -71,6 +73,51 @@ inline void merge_span(float* total, const float* part, int dim, int row0, int r
       _mm512_store_ps(total + c * dim + d, _mm512_fmadd_ps(added, _mm512_set1_ps(add[c]), kept));
     }
 }
+
+// What one call of `attend` does: rows [row0, row0 + rows) of one sequence, the first of them at `position`, for KV
+// heads [head0, head1). Either one head and as many columns as there is room for, or several heads whose columns make
+// up one tile (decode): then a head's Q tile is zero in the columns of the others, and adding up the heads' products
+// gives each column its own.
+struct Item {
+  const int* table;
+  int row0, rows, position, head0, head1;
+
+  int n_keys() const { return position + rows; }
+  int n_heads() const { return head1 - head0; }
+  KeysValues head(const Heads& h, const Pool& pool, int i) const {
+    const int at = std::min(head0 + i, head1 - 1) * h.dim;
+    return {pool.k + at, pool.v + at, table, n_keys(), size_t(h.n_kv) * h.dim};
+  }
+
+  // Items for all heads of `rows` rows. `alone`: there are fewer sequences than threads.
+  static void add(const Heads& h, const int* table, int row0, int rows, int position, int n_threads, bool alone,
+                  std::vector<Item>& to) {
+    const int columns = h.group() * rows;
+    if (columns <= 16) {
+      int heads = std::min({h.n_kv, 16 / columns, kMaxHeads});
+      if (alone) heads = std::min(heads, (h.n_kv + n_threads - 1) / n_threads);
+      for (int head = 0; head < h.n_kv; head += heads)
+        to.push_back({table, row0, rows, position, head, std::min(head + heads, h.n_kv)});
+      return;
+    }
+    const int most = kMaxColumns / h.group();
+    for (int r = 0; r < rows; r += most)
+      for (int head = 0; head < h.n_kv; head++)
+        to.push_back({table, row0 + r, std::min(most, rows - r), position + r, head, head + 1});
+  }
+};
+
+// The work items of a step.
+struct Plan {
+  std::vector<Item> items;
+
+  void make(const Heads& heads, const Sequences& s, int n_threads) {
+    items.clear();
+    for (int i = 0; i < s.n; i++)
+      Item::add(heads, s.tables + s.table_start[i], s.row_start[i], s.row_start[i + 1] - s.row_start[i], s.position[i],
+                n_threads, s.n < n_threads, items);
+  }
+};
 
 // q: bf16 [rows of the step][n_q][dim]; the result goes to A tiles `out` (k = head * dim + d). `next` is this thread's
 // next item, of which the first span is fetched meanwhile.

@@ -92,13 +92,9 @@ class Model {
 
   void step(const Step& step) {
     const int m = step.row_start[step.n_sequences];
-    items_.clear();
-    for (int i = 0; i < step.n_sequences; i++) {
-      const int from = step.row_start[i], to = step.row_start[i + 1];
-      for (int r = from; r < to; r++) row_sequence_[r] = i;
-      Item::add(heads_, step.tables + step.table_start[i], from, to - from, step.position[i], team_.size(),
-                step.n_sequences < team_.size(), items_);
-    }
+    for (int i = 0; i < step.n_sequences; i++)
+      std::fill(row_sequence_.begin() + step.row_start[i], row_sequence_.begin() + step.row_start[i + 1], i);
+    plan_.make(heads_, {step.n_sequences, step.row_start, step.position, step.table_start, step.tables}, team_.size());
     for (auto& best : best_) std::fill_n(best.begin(), step.n_logit_rows, kNoBest);
     team_.run([&](int thread) {
 #ifdef __AMX_TILE__
@@ -222,10 +218,11 @@ class Model {
 
   template <bool Amx>
   void attention(const Pool& pool, int thread) {
-    const int n_items = int(items_.size());
+    const std::vector<Item>& items = plan_.items;
+    const int n_items = int(items.size());
     for (int t = thread; t < n_items;) {
       const int next = team_.next_ticket();
-      attend<Amx>(heads_, pool, items_[t], items_[std::min(next, n_items - 1)], q_, input_, scratch_[thread]);
+      attend<Amx>(heads_, pool, items[t], items[std::min(next, n_items - 1)], q_, input_, scratch_[thread]);
       t = next;
     }
   }
@@ -269,7 +266,7 @@ class Model {
   char *input_, *act_, *head_in_;                  // what enters a product, as linear_*.h wants it
   Activation* q_;                                  // [rows][n_q][head_dim]
   std::vector<int> row_sequence_;
-  std::vector<Item> items_;
+  Plan plan_;
   std::vector<std::vector<Best>> best_;  // of each thread
   std::vector<AttentionScratch> scratch_;
   std::vector<char*> wide_;

@@ -26,6 +26,7 @@ from core_node.engine.weights import ModelWeights, load_weights
 from core_node.kernels.build import VARIANTS, Variant, cpu_features, library
 from mesh.errors import NotImplementedHere
 from mesh.kv.geometry import KvDtype
+from mesh.kv.hashing import BLOCK_TOKENS
 from mesh.model.description import ModelDescription, describe
 from mesh.node.engine import RunId
 from tests.core_node.engine.checkpoints import TinyConfig, random_weights, write_gguf
@@ -188,6 +189,30 @@ def test_a_sequence_does_not_depend_on_its_company_bit_for_bit(
         assert np.array_equal(rows[0], last[run_id]), run_id
     for pool in ("k", "v"):
         assert torch.equal(getattr(alone.pool, pool), getattr(together.pool, pool))
+
+
+@pytest.mark.parametrize("shape", ["gqa", "more heads than a tile"])
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_sharing_a_prefix_changes_no_bit(
+    shape: str, n_threads: int, variant: Variant, models: dict[str, tuple[ModelDescription, GgufWeights]]
+) -> None:
+    """Sequences over the same blocks, which end apart and within a shared block's span, at once and one by one."""
+    bench = Bench(models[shape], variant=variant, n_threads=n_threads)
+    whole, alone = sequences([300, 150], bench.description.vocab_size)
+    bench.step([Chunk(whole, 0, 250)])
+    bench.step([Chunk(whole, 250, 50), Chunk(alone, 0, 150)])
+    free = [b for b in range(N_BLOCKS) if b not in {*whole.blocks, *alone.blocks}]
+    sharers = []
+    for i, n in enumerate([129, 299, 131, 160, 257, 300, 145, 258, 170, 299, 128]):
+        kept = min(n - 1, 256) // BLOCK_TOKENS
+        new = [free.pop() for _ in range(blocks_for(n) - kept)]
+        ids = whole.token_ids[: kept * BLOCK_TOKENS] + [(7 * i + j) % 200 for j in range(n - kept * BLOCK_TOKENS)]
+        sharers.append(Sequence(run_id=RunId(str(i)), token_ids=ids, root=b"", blocks=whole.blocks[:kept] + new))
+        bench.step([Chunk(sharers[-1], kept * BLOCK_TOKENS, n - kept * BLOCK_TOKENS)])
+    chunks = [Chunk(s, s.n_tokens - 1, 1) for s in (*sharers[:5], alone, *sharers[5:])]
+    together = bench.step(chunks)
+    for chunk, row in zip(chunks, together, strict=True):
+        assert np.array_equal(bench.step([chunk])[0], row), chunk.sequence.run_id
 
 
 def test_the_best_is_the_first_of_the_largest(
