@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,13 +31,14 @@ rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Testbed:
-    """A running mesh; clients are open. `edges`: site -> client of its entry."""
+    """A running mesh; clients are open. `edges`: site -> client of its entry. `pids`: node id -> process."""
 
     mesh: LocalMesh
     link: LinkProxy
     core: MeshClient
     admin: MeshClient
     edges: dict[str, MeshClient]
+    pids: Mapping[str, int]
 
 
 @asynccontextmanager
@@ -62,7 +63,7 @@ async def running_testbed(*, sites: str, core_dtype: str = "", core_threads: int
             for site, entry in ready.edges.items()
         }
         await admin.put_policy("dev", POLICY)
-        yield Testbed(mesh=mesh, link=link, core=core, admin=admin, edges=edges)
+        yield Testbed(mesh=mesh, link=link, core=core, admin=admin, edges=edges, pids=ready.pids)
 
 
 def _free_port() -> int:

@@ -92,3 +92,35 @@ def test_a_probe_is_due_when_the_goodput_is_old() -> None:
     assert model.wants_probe(now_s=30.0)
     model.saw_transfer(100_000_000, 1.0, now_s=30.0)
     assert not model.wants_probe(now_s=31.0)  # real bytes are a probe too
+
+
+def test_two_samples_that_agree_make_another_link_of_it() -> None:
+    model = LinkModel()
+    for i in range(20):
+        model.saw_round_trip(0.15, now_s=2.0 * i)
+    model.saw_round_trip(0.01, now_s=40.0)
+    assert model.estimate(now_s=40.0).rtt_s == pytest.approx(0.108)
+    model.saw_round_trip(0.012, now_s=42.0)
+    assert model.estimate(now_s=42.0).rtt_s == pytest.approx(0.011)
+    assert model.wants_probe(now_s=42.0)  # its goodput is another too, most likely
+
+
+def test_what_does_not_fit_is_probed_soon_and_twice_at_most() -> None:
+    model = LinkModel()
+    model.saw_probe(LEAST_BYTES, LEAST_BYTES / 10e6, now_s=0.0)
+    model.saw_transfer(10_000_000, 8.0, now_s=5.0)  # an eighth of what the model says: a prefill, or another link
+    assert model.wants_probe(now_s=5.0)
+    model.saw_probe(LEAST_BYTES, LEAST_BYTES / 1.3e6, now_s=5.5)
+    assert not model.wants_probe(now_s=6.0)
+    assert model.wants_probe(now_s=9.0)
+    model.saw_probe(LEAST_BYTES, LEAST_BYTES / 1.2e6, now_s=9.0)
+    assert model.estimate(now_s=9.0).goodput_bytes_per_s == pytest.approx(1.25e6)
+    assert not model.wants_probe(now_s=20.0)
+
+
+def test_a_slow_transfer_over_a_good_link_costs_one_probe() -> None:
+    model = LinkModel()
+    model.saw_probe(LEAST_BYTES, LEAST_BYTES / 10e6, now_s=0.0)
+    model.saw_transfer(10_000_000, 8.0, now_s=5.0)
+    model.saw_probe(LEAST_BYTES, LEAST_BYTES / 9e6, now_s=5.5)
+    assert not model.wants_probe(now_s=30.0)
