@@ -277,7 +277,7 @@ def request_of(prompt: str = "tell me", **fields: Any) -> pb.GenerateRequest:
     request.sampling.temperature = 0.0
     request.sampling.ignore_eos = True
     for name, value in fields.items():
-        if name in ("shape", "node_id", "site"):
+        if name in ("shape", "node_id", "site", "codec", "shipment"):
             setattr(request.placement, name, value)
         elif name in ("ttft_s", "tpot_s", "deadline_s"):
             setattr(request.latency, name, value)
