@@ -58,7 +58,7 @@ async def test_a_fault_in_what_decides_is_noticed(name: str) -> None:
         ({"effective": "public"}, "below restricted, which the caller asks for"),
         ({"claimed": "", "effective": "public"}, "below internal, which the default asks for"),
         ({"effective": "no such label"}, "below restricted"),
-        ({"not_looked_at": True, "claimed": "public", "effective": "confidential"}, "which a prompt that was not looked"),
+        ({"not_looked_at": True, "claimed": "public", "effective": "confidential"}, "prompt that was not looked at"),
     ],
 )  # fmt: skip
 def test_the_checker_itself(changed: dict[str, object], words: str) -> None:
