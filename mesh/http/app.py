@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from starlette.applications import Starlette
@@ -29,10 +30,11 @@ from starlette.types import ASGIApp
 from mesh.errors import Cancelled, Internal, InvalidRequest, MeshError, NotFound
 from mesh.http.errors import error_body, error_headers, status_of
 from mesh.http.gateway import Gateway
-from mesh.http.responses import Assembler, Endpoint, model_json, models_body
+from mesh.http.responses import Assembler, Endpoint, model_json, models_body, samples_body
+from mesh.http.samples import Events, Samples
 from mesh.http.schema import MAX_BODY_BYTES, Sampling, parse_chat, parse_completion
 from mesh.http.sse import SseResponse, until_disconnect
-from mesh.http.translate import chat_request, completion_request
+from mesh.http.translate import chat_request, completion_request, samples_of
 from mesh.identity.principal import Principal
 from mesh.v1 import inference_pb2
 
@@ -41,7 +43,6 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[ASGIApp]]
-Events = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
 
 def create_app(gateway: Gateway, *, clock: Callable[[], float] = time.time) -> ASGIApp:
@@ -104,18 +105,24 @@ class _Face:
         generate: inference_pb2.GenerateRequest,
     ) -> ASGIApp:
         options = body.stream_options
-        assembler = Assembler(
+        make = partial(
+            Assembler,
             endpoint=endpoint,
             created_unix_s=int(self._clock()),
             include_usage=bool(body.stream and options is not None and options.include_usage),
             token_bytes=self._gateway.token_bytes,
         )
-        events = _own(self._gateway.generate(principal, generate))
+        requests = samples_of(generate, body.n or 1)
+        first = make()
+        samples = Samples(
+            events=[_own(self._gateway.generate(principal, sample)) for sample in requests],
+            assemblers=[first, *(make(index=i, first=first) for i in range(1, len(requests)))],
+        )
         if not body.stream:
-            await _unless_disconnected(request, _collect(events, assembler))
-            return JSONResponse(assembler.body(), headers=assembler.headers())
-        first = await _unless_disconnected(request, _first(events, assembler))
-        return SseResponse(_stream(first, events, assembler), assembler.headers(), on_close=events.aclose)
+            await _unless_disconnected(request, samples.collect())
+            return JSONResponse(samples_body(samples.assemblers), headers=first.headers())
+        begun = await _unless_disconnected(request, samples.begin())
+        return SseResponse(_stream(begun, samples), first.headers(), on_close=samples.close)
 
 
 async def _own(events: AsyncIterator[inference_pb2.GenerateResponse]) -> Events:
@@ -128,32 +135,13 @@ async def _own(events: AsyncIterator[inference_pb2.GenerateResponse]) -> Events:
             await close()
 
 
-async def _collect(events: Events, assembler: Assembler) -> None:
-    async with aclosing(events):
-        async for event in events:
-            assembler.feed(event)
-
-
-async def _first(events: Events, assembler: Assembler) -> list[dict[str, Any]]:
-    """Chunks of the decision. On an error, or when cancelled, the stream is closed."""
+async def _stream(begun: list[dict[str, Any]], samples: Samples) -> AsyncGenerator[bytes, None]:
     try:
-        return assembler.feed(await anext(events))
-    except StopAsyncIteration:
-        raise Internal("the stream ended before it began") from None
-    except BaseException:
-        await events.aclose()
-        raise
-
-
-async def _stream(first: list[dict[str, Any]], events: Events, assembler: Assembler) -> AsyncGenerator[bytes, None]:
-    try:
-        for chunk in first:
+        for chunk in begun:
             yield _event(chunk)
-        async for event in events:
-            for chunk in assembler.feed(event):
+        async with aclosing(samples.chunks()) as chunks:
+            async for chunk in chunks:
                 yield _event(chunk)
-        if not assembler.finished:
-            raise Internal("the stream ended without a finish")
         yield b"data: [DONE]\n\n"
     except MeshError as error:
         yield _event(error_body(error))

@@ -31,12 +31,16 @@ class Endpoint(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Assembler:
-    """The answer to one request, as one object or as chunks. Fed by its owner in the stream's order."""
+    """The answer to one request, as one object or as chunks. Fed by its owner in the stream's order.
+
+    Of several samples `index` is the choice's, and `first` the assembler of the first one, whose id all chunks bear."""
 
     endpoint: Endpoint
     created_unix_s: int
     include_usage: bool
     token_bytes: TokenBytes
+    index: int = 0
+    first: Assembler | None = None
     _decision: inference_pb2.Decision = field(default_factory=inference_pb2.Decision)
     _finish: inference_pb2.Finish | None = None
     _texts: list[str] = field(default_factory=list)
@@ -67,22 +71,33 @@ class Assembler:
                 return [self._chunk({}, "") | {"kvmesh": {"migration": self._migrations[-1]}}]
             case "finish":
                 self._finish = event.finish
-                return self._last_chunks(event.finish)
+                last = self._chunk({}, "", finish_reason=_finish_word(event.finish.reason))
+                return [last | {"kvmesh": self.extension()}]
         return []  # an event of a newer entry
 
     def body(self) -> Json:
         """The whole answer. Raises Internal if the stream ended without a finish."""
+        head = self._head("chat.completion" if self._is_chat else "text_completion")
+        return head | {"choices": [self.choice()], "usage": usage_json([self]), "kvmesh": self.extension()}
+
+    def choice(self) -> Json:
+        """The answer as one of `choices`. Raises Internal if the stream ended without a finish."""
         if self._finish is None:
             raise Internal("the stream ended without a finish")
         text, reason = "".join(self._texts), _finish_word(self._finish.reason)
         logprobs = self._logprobs(self._positions)
-        choice: Json = {"index": 0, "logprobs": logprobs, "finish_reason": reason}
+        choice: Json = {"index": self.index, "logprobs": logprobs, "finish_reason": reason}
         if self._is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text
-        head = self._head("chat.completion" if self._is_chat else "text_completion")
-        return head | {"choices": [choice], "usage": _usage(self._finish.usage), "kvmesh": self._extension()}
+        return choice
+
+    @property
+    def usage(self) -> common_pb2.Usage:
+        """Token counts, once it is finished."""
+        assert self._finish is not None
+        return self._finish.usage
 
     @property
     def finished(self) -> bool:
@@ -103,16 +118,15 @@ class Assembler:
             self._text_offset += sum(map(len, logprobs["tokens"]))
         return [self._chunk({"content": delta.text} if delta.text else {}, delta.text, logprobs)]
 
-    def _last_chunks(self, finish: inference_pb2.Finish) -> list[Json]:
-        last = self._chunk({}, "", finish_reason=_finish_word(finish.reason)) | {"kvmesh": self._extension()}
-        if not self.include_usage:
-            return [last]
-        return [last, self._chunk_head() | {"choices": [], "usage": _usage(finish.usage)}]
+    def usage_chunk(self, samples: Sequence[Assembler]) -> Json:
+        """The chunk behind the last one, if it was asked for: token counts of all samples."""
+        return self._chunk_head() | {"choices": [], "usage": usage_json(samples)}
 
     def _head(self, kind: str) -> Json:
         prefix = "chatcmpl-" if self._is_chat else "cmpl-"
+        named_by = self if self.first is None else self.first
         return {
-            "id": prefix + self._decision.request_id,
+            "id": prefix + named_by._decision.request_id,
             "object": kind,
             "created": self.created_unix_s,
             "model": self._decision.model,
@@ -122,7 +136,7 @@ class Assembler:
         return self._head("chat.completion.chunk" if self._is_chat else "text_completion")
 
     def _chunk(self, delta: Json, text: str, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
-        choice: Json = {"index": 0, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice: Json = {"index": self.index, "logprobs": logprobs, "finish_reason": finish_reason}
         choice |= {"delta": delta} if self._is_chat else {"text": text}
         chunk = self._chunk_head() | {"choices": [choice]}
         return chunk | {"usage": None} if self.include_usage else chunk
@@ -136,7 +150,8 @@ class Assembler:
             return {"content": [_chat_logprobs(p, raw) for p in positions], "refusal": None}
         return _completion_logprobs(positions, {i: _text(data) for i, data in raw.items()}, text_offset)
 
-    def _extension(self) -> Json:
+    def extension(self) -> Json:
+        """What kvmesh adds, once it is finished."""
         assert self._finish is not None
         return {
             "request_id": self._decision.request_id,
@@ -149,6 +164,33 @@ class Assembler:
             "stop_string": self._finish.stop_string or None,
             "receipt": receipt_json(self._finish.receipt),
         }
+
+
+def samples_body(samples: Sequence[Assembler]) -> Json:
+    """The whole answer of all samples: a choice for each, and under `kvmesh` what each one's request was told.
+
+    Raises Internal if a stream ended without a finish."""
+    if len(samples) == 1:
+        return samples[0].body()
+    choices = [sample.choice() for sample in samples]
+    whole = samples[0].body()
+    return whole | {
+        "choices": choices,
+        "usage": usage_json(samples),
+        "kvmesh": {"samples": [sample.extension() for sample in samples]},
+    }
+
+
+def usage_json(samples: Sequence[Assembler]) -> Json:
+    """Token counts: the prompt once, the answers together. `cached_tokens` is the first sample's."""
+    first = samples[0].usage
+    completion_tokens = sum(sample.usage.completion_tokens for sample in samples)
+    return {
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": first.prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
+    }
 
 
 def models_body(models: Sequence[inference_pb2.ModelInfo]) -> Json:
@@ -218,15 +260,6 @@ def _finish_word(reason: int) -> str:
     if word is None:
         raise Internal(f"finish reason {reason} is not known here")
     return word
-
-
-def _usage(usage: common_pb2.Usage) -> Json:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
 
 
 def _chat_logprobs(position: common_pb2.PositionLogprobs, raw: dict[int, bytes]) -> Json:

@@ -19,6 +19,7 @@ from pydantic_core import from_json
 
 from mesh.errors import InvalidRequest
 
+MAX_SAMPLES = 16
 MAX_BODY_BYTES: Final = 4 * 1024 * 1024
 
 _Whole = Annotated[int, Field(ge=0, le=2**32 - 1)]
@@ -75,6 +76,7 @@ class Sampling(_Body):
     frequency_penalty: float | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     stop: str | list[str] | None = None
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES, strict=True)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
@@ -129,7 +131,6 @@ BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
 # A field, and whether its value asks for what is not there.
 _Refusals = Mapping[str, Callable[[Any], bool]]
 _REFUSED: Final[_Refusals] = {
-    "n": lambda v: not _is_one(v),
     "logit_bias": bool,
 }
 _REFUSED_CHAT: Final[_Refusals] = {

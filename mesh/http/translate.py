@@ -17,6 +17,23 @@ _SHAPES = {
 }
 
 
+def samples_of(request: inference_pb2.GenerateRequest, n: int) -> list[inference_pb2.GenerateRequest]:
+    """One request for each of `n` samples. They are requests of their own from here on: each has its plan and its
+    receipt, and nodes that can share the prompt's KV do. Raises InvalidRequest if `n` > 1 was given a key to resume
+    by, which names one stream."""
+    if n == 1:
+        return [request]
+    if request.idempotency_key:
+        raise InvalidRequest("idempotency_key names one stream: leave it out, or n", field="idempotency_key")
+    samples = []
+    for index in range(n):
+        sample = inference_pb2.GenerateRequest()
+        sample.CopyFrom(request)
+        sample.sampling.sample_index = index
+        samples.append(sample)
+    return samples
+
+
 def chat_request(body: ChatBody) -> inference_pb2.GenerateRequest:
     """The request of a chat body. Raises InvalidRequest on fields that contradict each other."""
     request = _request(body)

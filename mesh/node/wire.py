@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from mesh.errors import InvalidRequest, NotImplementedHere, RevisionMismatch
+from mesh.errors import InvalidRequest, RevisionMismatch
 from mesh.identity.place import Place, Role, Tier
 from mesh.identity.receipt import record_from_wire, record_to_wire
 from mesh.node import wire_bounds as bounds
@@ -103,9 +103,7 @@ def context_from_wire(message: node_pb2.WorkContext) -> WorkContext:
 
 
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
-    """Dataclass to protobuf, all fields set. Raises NotImplementedHere for a sample other than the first."""
-    if sampling.sample_index:
-        raise NotImplementedHere("only one sample per request is computed for now")
+    """Dataclass to protobuf, all fields set."""
     return common_pb2.SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -120,6 +118,7 @@ def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
         ignore_eos=sampling.ignore_eos,
         stop=sampling.stop,
         logprobs=sampling.logprobs,
+        sample_index=sampling.sample_index,
     )
 
 
@@ -144,6 +143,7 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         stop=tuple(message.stop),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        sample_index=message.sample_index,
     )
 
 

@@ -176,7 +176,9 @@ def sampling_from(params: common.SamplingParams, *, room_tokens: int, seed: int)
     if params.HasField("n") and params.n == 0:
         raise InvalidRequest("n must be at least 1", field="n")
     if params.HasField("n") and params.n > 1:
-        raise NotImplementedHere(f"n = {params.n}: only 1 sample per request is implemented", field="n")
+        raise NotImplementedHere(
+            f"n = {params.n}: send one request for each sample, with its sample_index (HTTP's n does)", field="n"
+        )
 
     def given(field: Any, default: float) -> Any:  # not through float, which has no room for a seed of 64 bits
         return getattr(params, field) if params.HasField(field) else default
@@ -199,6 +201,7 @@ def sampling_from(params: common.SamplingParams, *, room_tokens: int, seed: int)
         min_tokens=int(given("min_tokens", 0)),
         ignore_eos=bool(given("ignore_eos", False)),
         stop=tuple(params.stop),
+        sample_index=int(given("sample_index", 0)),
         logprobs=int(params.logprobs) if params.HasField("logprobs") else None,
     )
 

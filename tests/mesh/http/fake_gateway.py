@@ -71,10 +71,12 @@ class FakeGateway:
 
     def __init__(self) -> None:
         self.events: list[inference_pb2.GenerateResponse | BaseException | None] = list(whole_answer())
+        self.by_sample: dict[int, list[inference_pb2.GenerateResponse | BaseException | None]] = {}
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.principals: list[Principal] = []
         self.waiting = asyncio.Event()
         self.closed = asyncio.Event()
+        self.n_closed = 0
         self.is_ready = True
 
     async def authenticate(self, authorization: str | None) -> Principal:
@@ -88,7 +90,8 @@ class FakeGateway:
         self.principals.append(principal)
         self.requests.append(request)
         try:
-            for event in self.events:
+            await asyncio.sleep(0)
+            for event in self.by_sample.get(request.sampling.sample_index, self.events):
                 if isinstance(event, BaseException):
                     raise event
                 if event is None:
@@ -97,6 +100,7 @@ class FakeGateway:
                     continue
                 yield event
         finally:
+            self.n_closed += 1
             self.closed.set()
 
     async def models(self, principal: Principal) -> list[inference_pb2.ModelInfo]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.errors import InvalidRequest, KvIncompatible, MeshError, NotImplementedHere, RevisionMismatch
+from mesh.errors import InvalidRequest, KvIncompatible, MeshError, RevisionMismatch
 from mesh.identity.place import Place, Role, Tier
 from mesh.identity.signing import SignedRecord
 from mesh.kv.geometry import KvDtype
@@ -252,9 +252,11 @@ def test_too_many_tokens() -> None:
         wire.order_from_wire(message)
 
 
-def test_one_sample_only() -> None:
-    with pytest.raises(NotImplementedHere):
-        wire.sampling_to_wire(greedy(sample_index=1))
+def test_a_sample_keeps_its_index() -> None:
+    assert wire.sampling_from_wire(wire.sampling_to_wire(greedy(sample_index=3))).sample_index == 3
+    older = wire.sampling_to_wire(greedy())
+    older.ClearField("sample_index")  # a build that knows only the first sample
+    assert wire.sampling_from_wire(older).sample_index == 0
 
 
 OPEN = wire_kv.open_to_wire(

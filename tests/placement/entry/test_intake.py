@@ -121,6 +121,7 @@ async def test_more_than_one_sample_is_not_implemented() -> None:
         await take(request_of("hello", n=2))
     assert caught.value.details["field"] == "n"
     assert (await take(request_of("hello", n=1))).sampling.sample_index == 0
+    assert (await take(request_of("hello", sample_index=2))).sampling.sample_index == 2
 
 
 @pytest.mark.parametrize(
