@@ -21,6 +21,9 @@ from mesh.rpc.server import NODE_MESSAGE_BYTES, PUBLIC_MESSAGE_BYTES
 _KEEPALIVE_MS = 20_000
 _KEEPALIVE_TIMEOUT_MS = 10_000
 _RECONNECT_FIRST_MS, _RECONNECT_MOST_MS = 200, 5_000
+# gRPC's "minimum reconnect backoff" is the time that one attempt is given. A new connection takes three to four round
+# trips (TCP, TLS, HTTP/2 settings), and a slow box its time for the handshake.
+_CONNECT_TIMEOUT_MS = 5_000
 
 
 def node_channel(
@@ -78,7 +81,7 @@ def _options(message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", _RECONNECT_FIRST_MS),
-        ("grpc.min_reconnect_backoff_ms", _RECONNECT_FIRST_MS),
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", _RECONNECT_MOST_MS),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),  # a proxy taken from the environment would see who talks to whom

@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from mesh.bench.link import LinkProxy, LinkShape
 from mesh.errors import InvalidRequest, NodeUnreachable, PolicyDenied, Unauthenticated
 from mesh.identity.ca import CertificateAuthority, NodeCredentials
 from mesh.identity.place import Place, Role
@@ -236,3 +237,14 @@ async def test_reflection_and_health_on_the_public_listener() -> None:
         answers = [answer async for answer in stub.ServerReflectionInfo(iter([request]), timeout=10)]
         assert "mesh.v1.Inference" in [service.name for service in answers[0].list_services_response.service]
     await listener.server.stop(0)
+
+
+async def test_a_new_connection_has_the_time_that_a_long_link_takes(authority: CertificateAuthority) -> None:
+    """TCP, TLS and HTTP/2 settings are round trips before the first call; at a quarter of a second each, none may be
+    given up as timed out."""
+    caller = place("Edge_7", Role.EDGE)
+    async with started(node_server("127.0.0.1:0", authority.issue(CORE))) as address:
+        far = LinkShape(delay_s=0.125)
+        async with LinkProxy("127.0.0.1", int(address.rpartition(":")[2]), up=far, down=far) as link:
+            channel = node_channel(link.address, authority.issue(caller), CORE)
+            assert await ask(channel) == caller.uri.encode()

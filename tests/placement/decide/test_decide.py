@@ -82,7 +82,7 @@ def test_a_prediction_is_the_sum_that_the_module_states() -> None:
     split = next(c for c in plan(MESH, request(4000), DEAR_CORE).candidates if c.shape is PlanShape.SPLIT)
     token_s = 23_040 / 1e8
     assert split.ttft_s == pytest.approx(
-        max(3999 / 5000 + 256 * token_s, 256 / 5000 + 3999 * token_s) + 2 * 0.02 + 1 / 50
+        max(3999 / 5000 + 256 * token_s, 256 / 5000 + 3999 * token_s) + 4.5 * 0.02 + 1 / 50
     )
 
 
