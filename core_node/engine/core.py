@@ -23,6 +23,7 @@ from core_node.engine.sampler import SampleRow
 from core_node.engine.scheduler import Chunk, Scheduler, SchedulerLimits
 from core_node.engine.sequence import Sequence
 from core_node.engine.speed import SpeedMeter
+from core_node.engine.step_parts import COMPUTE, DELIVER, SCHEDULE, StepParts
 from core_node.engine.step_time import StepWork
 from core_node.engine.swap import MoveRates
 from core_node.engine.tails import check_tail, join, open_tail
@@ -92,6 +93,7 @@ class EngineCore:
         self._limits = limits
         self._new_stream = new_stream
         self._speed = SpeedMeter()
+        self._parts = StepParts()
         self._prefill_curve = PrefillCurve()
         self._arrivals = 0
         self._reset()
@@ -253,6 +255,8 @@ class EngineCore:
             prompt_tokens_total=s.prompt_tokens_total,
             prefill_token_s=self._prefill_curve.token_s,
             prefill_growth_s=self._prefill_curve.growth_s,
+            steps_total=self._parts.steps,
+            step_seconds_total=self._parts.total_s,
         )
 
     def check_integrity(self) -> None:
@@ -273,6 +277,7 @@ class EngineCore:
 
     def step(self) -> bool:
         """Compute one batch; False if there was nothing to compute (then only a command can change that)."""
+        self._parts.begin()
         self._scheduler.rates = self._rates()
         chunks = self._scheduler.schedule(self._clock())
         # The books say already that this is copied: if it fails, no KV can be trusted (EngineThread drops all).
@@ -282,6 +287,7 @@ class EngineCore:
         runs = [self._runs[c.sequence.run_id] for c in chunks]
         rows = [_sample_row(run, chunk) for run, chunk in zip(runs, chunks, strict=True)]
         work = StepWork.of(chunks)
+        self._parts.end(SCHEDULE)
         started = self._clock()
         try:
             drawn = self._runner.run(chunks, rows)
@@ -292,6 +298,7 @@ class EngineCore:
                 self._end(run, Internal(f"the engine step failed: {type(exc).__name__}"))
             return True
         duration_s = self._clock() - started
+        self._parts.end(COMPUTE)
         if len(chunks) == 1 and not work.decode_tokens:
             self._prefill_curve.add(chunks[0].start, chunks[0].n_tokens, duration_s)
         self._speed.observe(duration_s=duration_s, prefill_tokens=work.prefill_tokens, decode_tokens=work.decode_tokens)
@@ -304,6 +311,7 @@ class EngineCore:
                 self._after_prefill_chunk(run, completes)
             elif row is not None:
                 self._after_token(run, token)
+        self._parts.end(DELIVER)
         return True
 
     def measure_copies(self) -> None:

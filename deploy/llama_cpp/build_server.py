@@ -73,7 +73,8 @@ def build(folder: Path, version: str, jobs: int, show: Show) -> None:
     header = folder / HEADER.name  # CMake hands the flag to the compiler unquoted
     if " " in str(header):
         raise SetupFailed(f"the folder's path has a blank, which CMake's flags cannot carry: {folder}")
-    shutil.copyfile(HEADER, header)
+    if not header.exists() or header.read_bytes() != HEADER.read_bytes():  # a newer file would be compiled for afresh
+        shutil.copyfile(HEADER, header)
     tree = folder / "build"
     with show.step("configure"):
         run(["cmake", "-S", source, "-B", tree, *OPTIONS, f"-DCMAKE_CXX_FLAGS=-include {header}"], log)

@@ -66,6 +66,8 @@ class EngineLoad:
     prompt_tokens_total: int = 0
     prefill_token_s: float = 0.0  # of a token at position 0; 0.0: not measured
     prefill_growth_s: float = 0.0  # and more for each position before it
+    steps_total: int = 0
+    step_seconds_total: tuple[tuple[str, float], ...] = ()  # pairs (part of a step, its seconds in all)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

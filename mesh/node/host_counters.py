@@ -6,13 +6,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from mesh.errors import MeshError
+from mesh.node.histogram import HistogramCounts, TimeHistogram
 from mesh.node.port import KvReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostStatistics:
     """Totals since start, and what is there now. `*_failures` are pairs (reason word of mesh.errors, count);
-    `kv_skipped_tokens` did not travel because the receiver had them."""
+    `kv_skipped_tokens` did not travel because the receiver had them. `ttft`: from a run's start here to its first
+    token, of runs that prefilled here; `inter_token`: between two tokens of a run, pauses by a pace included."""
 
     runs_started_total: int
     runs_finished_total: int
@@ -32,6 +34,8 @@ class HostStatistics:
     transfers: int
     transfers_resumed_total: int = 0
     kv_own_tokens_total: int = 0  # computed here while KV of the rest came
+    ttft: HistogramCounts = field(default_factory=lambda: TimeHistogram().freeze())
+    inter_token: HistogramCounts = field(default_factory=lambda: TimeHistogram().freeze())
 
 
 @dataclass(slots=True)
@@ -53,6 +57,8 @@ class Counters:
     holds_expired: int = 0
     resumed: int = 0
     own_tokens: int = 0
+    ttft: TimeHistogram = field(default_factory=TimeHistogram)
+    inter_token: TimeHistogram = field(default_factory=TimeHistogram)
 
     def run_failed(self, error: MeshError) -> None:
         self.run_failures[error.reason] += 1
@@ -93,4 +99,6 @@ class Counters:
             transfers=transfers,
             transfers_resumed_total=self.resumed,
             kv_own_tokens_total=self.own_tokens,
+            ttft=self.ttft.freeze(),
+            inter_token=self.inter_token.freeze(),
         )

@@ -48,6 +48,7 @@ class HostRun:
         self._cached_tokens = 0
         self._generated_tokens = 0
         self._started_unix_s = clock.unix_s()
+        self._last_s = clock.monotonic_s()  # its start, then its last token
         self._ended_unix_s = 0.0
         self._token_ids = list(order.token_ids)
         self._pace_s = 0.0
@@ -198,6 +199,7 @@ class HostRun:
                 entry.kv_tokens = event.tokens
                 entry.changed.beat()
             case Tokens():
+                self._time_tokens(len(event.ids))
                 self._generated_tokens += len(event.ids)
                 self._token_ids += event.ids
                 entry.names.extend(event.ids)
@@ -212,6 +214,16 @@ class HostRun:
                 self._counters.runs_held += 1
                 self._ledger.hold(entry, event.kv_tokens, entry.names.prefix(event.kv_tokens))
         self._queue.put_nowait(event)
+
+    def _time_tokens(self, n_tokens: int) -> None:
+        """Count how long new tokens took; the first one of a run that goes on from KV tells of neither kind."""
+        now_s = self._clock.monotonic_s()
+        if self._generated_tokens:
+            for _ in range(n_tokens):
+                self._counters.inter_token.observe((now_s - self._last_s) / n_tokens)
+        elif self._claimed is None:
+            self._counters.ttft.observe(now_s - self._last_s)
+        self._last_s = now_s
 
     async def _fail(self, error: MeshError) -> None:
         """The engine has freed the run; a hold that it was to continue goes too, whatever the engine did with it."""

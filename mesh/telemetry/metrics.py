@@ -17,12 +17,19 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from mesh import __version__
 from mesh.errors import MeshError, walk
 from mesh.node.engine import EngineLoad
+from mesh.node.histogram import HistogramCounts
 from mesh.node.host_counters import HostStatistics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -162,6 +169,8 @@ class _Host(Collector):
         yield CounterMetricFamily(
             "kvmesh_holds_expired", "Holds freed because nobody came", value=now.holds_expired_total
         )
+        yield _histogram("kvmesh_run_ttft_seconds", "Start of a run here to its first token", now.ttft)
+        yield _histogram("kvmesh_run_inter_token_seconds", "Between two tokens of a run", now.inter_token)
         yield GaugeMetricFamily("kvmesh_holds", "Holds in memory", value=now.holds)
         yield GaugeMetricFamily("kvmesh_kv_transfers_open", "KV transfers in progress", value=now.transfers)
 
@@ -185,6 +194,11 @@ class _Load(Collector):
             ("engine_waiting_prefill_tokens", "Prompt tokens that wait", load.waiting_prefill_tokens),
             ("engine_kv_used_tokens", "KV tokens in use", load.kv_used_tokens),
             ("engine_kv_capacity_tokens", "KV tokens in all", load.kv_capacity_tokens),
+            (
+                "engine_kv_used_ratio",
+                "Share of the KV tokens in use",
+                load.kv_used_tokens / max(1, load.kv_capacity_tokens),
+            ),
             ("engine_prefill_tokens_per_second", "Measured prefill speed", load.prefill_tokens_per_s),
             ("engine_decode_tokens_per_second", "Measured decode speed of one sequence", load.decode_tokens_per_s),
         ):
@@ -193,8 +207,13 @@ class _Load(Collector):
             ("engine_preempted", "Sequences preempted", load.preempted_total),
             ("engine_cached_tokens", "Prompt tokens found in the prefix cache", load.cached_tokens_total),
             ("engine_prompt_tokens", "Prompt tokens", load.prompt_tokens_total),
+            ("engine_steps", "Steps computed", load.steps_total),
         ):
             yield CounterMetricFamily(f"kvmesh_{name}", text, value=total)
+        parts = CounterMetricFamily("kvmesh_engine_step_seconds", "Time of steps, by part", labels=("part",))
+        for part, total_s in load.step_seconds_total:
+            parts.add_metric((part,), total_s)
+        yield parts
 
 
 def _by_direction(name: str, text: str, sent: int, received: int) -> Iterator[Metric]:
@@ -202,6 +221,11 @@ def _by_direction(name: str, text: str, sent: int, received: int) -> Iterator[Me
     family.add_metric(("sent",), sent)
     family.add_metric(("received",), received)
     yield family
+
+
+def _histogram(name: str, text: str, counts: HistogramCounts) -> HistogramMetricFamily:
+    buckets = zip((*map(str, counts.bounds_s), "+Inf"), counts.at_most, strict=True)
+    return HistogramMetricFamily(name, text, buckets=list(buckets), sum_value=counts.sum_s)
 
 
 def _reason(outcome: str) -> str:

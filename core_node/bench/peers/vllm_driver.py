@@ -1,4 +1,6 @@
-"""vLLM for CPUs, in process. Arguments: Hugging Face folder, threads. Installation: ../README.md."""
+"""vLLM for CPUs, in process. Arguments: Hugging Face folder, threads, dtype, `compiled` or `eager`. Installation:
+../README.md. Compiled is vLLM's own default; it compiles for a minute or more at each start.
+"""
 
 import os
 import sys
@@ -9,14 +11,15 @@ import protocol
 protocol.claim_stdout()
 
 
-def main(folder, threads):
+def main(folder, threads, dtype, mode):
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     import vllm
 
     llm = vllm.LLM(
         folder,
-        dtype="bfloat16",
+        dtype=dtype,
+        enforce_eager=mode == "eager",
         skip_tokenizer_init=True,
         max_model_len=2048,
         enable_prefix_caching=True,
@@ -52,10 +55,13 @@ def main(folder, threads):
         return watch.answer(time.perf_counter() - started)
 
     protocol.say(
-        {"ready": f"vLLM {vllm.__version__}, bf16, threads bound to 0-{threads - 1}, prefix caching, 1 GB of KV"}
+        {
+            "ready": f"vLLM {vllm.__version__}, {dtype}, {mode}, threads bound to 0-{threads - 1}, prefix caching, "
+            "1 GB of KV"
+        }
     )
     protocol.serve(work)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])

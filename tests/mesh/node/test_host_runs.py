@@ -66,6 +66,16 @@ async def host(engine: FakeEngine, guard: FakeGuard) -> AsyncIterator[NodeHost]:
     assert engine.hold_ids == []
 
 
+async def test_times_to_tokens_are_counted_once_each(host: NodeHost) -> None:
+    await collect(host, run_order("r", prompt(40), sampling=greedy(5)))
+    held = await collect(host, run_order("p", prompt(41), prefill_only=True))
+    assert isinstance(held.last, PortHeld)
+    await collect(host, run_order("q", prompt(42), sampling=greedy(3), kv_from="p"))
+    now = host.statistics()
+    assert now.ttft.at_most[-1] == 1  # "q" went on from KV that was there: that is no time to first token
+    assert now.inter_token.at_most[-1] == 4 + 2
+
+
 async def test_a_run_and_its_signed_leg(host: NodeHost) -> None:
     outcome = await collect(host, run_order("r", prompt(40), sampling=greedy(5)))
     assert [type(e) for e in outcome.events] == [PortPrefilled, *[PortTokens] * 5, PortFinished]

@@ -62,11 +62,32 @@ def test_load_is_absent_until_there_is_one() -> None:
             prefill_tokens_per_s=100.0,
             decode_tokens_per_s=10.0,
             preempted_total=4,
+            steps_total=3,
+            step_seconds_total=(("compute", 0.5),),
         )
     )
     values = shown(metrics)
     assert values["kvmesh_engine_running"] == 2
     assert values["kvmesh_engine_preempted_total"] == 4
+    assert values["kvmesh_engine_kv_used_ratio"] == 0.5
+    assert values["kvmesh_engine_steps_total"] == 3
+    assert values['kvmesh_engine_step_seconds_total{part="compute"}'] == 0.5
+
+
+def test_times_of_tokens_are_histograms() -> None:
+    metrics, counters = Metrics(node_id="c", role="core"), Counters()
+    metrics.watch_host(lambda: counters.freeze(running=0, holds=0, transfers=0))
+    for seconds in (0.01, 0.02, 100.0):
+        counters.ttft.observe(seconds)
+    values = shown(metrics)
+    buckets = {n: v for n, v in values.items() if n.startswith("kvmesh_run_ttft_seconds_bucket")}
+    assert buckets['kvmesh_run_ttft_seconds_bucket{le="0.005"}'] == 0
+    assert buckets['kvmesh_run_ttft_seconds_bucket{le="0.01"}'] == 1
+    assert buckets['kvmesh_run_ttft_seconds_bucket{le="60.0"}'] == 2
+    assert buckets['kvmesh_run_ttft_seconds_bucket{le="+Inf"}'] == 3
+    assert values["kvmesh_run_ttft_seconds_count"] == 3
+    assert abs(values["kvmesh_run_ttft_seconds_sum"] - 100.03) < 1e-9
+    assert values["kvmesh_run_inter_token_seconds_count"] == 0
 
 
 def test_two_processes_metrics_do_not_meet() -> None:
