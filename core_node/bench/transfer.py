@@ -168,6 +168,9 @@ class _AllowAll:
     def check_prompt(self, context: WorkContext, place: Place) -> None:
         return
 
+    def check_relay(self, context: WorkContext) -> None:
+        return
+
     def check_kv(self, context: WorkContext, place: Place) -> None:
         return
 

@@ -12,6 +12,7 @@ import random
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 
+import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from edge_node.agent.site_config import SiteConfig
@@ -35,6 +36,8 @@ from mesh.node.load_watch import LoadWatch
 from mesh.node.local_port import LocalPort
 from mesh.process import announce_ready, check_certificate, prepare_state_folder, raise_descriptor_limit, stop_signal
 from mesh.rpc.channel import node_channel
+from mesh.rpc.relay.attendant import RelayAttendant
+from mesh.rpc.relay.dialling import RelayDialler, RelayTransport
 from mesh.rpc.server import health_server
 from mesh.rpc.uplink.agent import UplinkAgent
 from mesh.rpc.uplink.backoff import FullJitter
@@ -81,14 +84,28 @@ async def serve(settings: EdgeSettings) -> None:
         digest = await asyncio.to_thread(model_digest, settings.model.path)
         models = (ModelFacts.of(engine.info, digest),)
 
-        host = NodeHost(engine, identity, BookGuard(lambda: site.book), place)
+        guard = BookGuard(lambda: site.book)
+        host = NodeHost(engine, identity, guard, place)
         stack.push_async_callback(host.close)
-        own = LocalPort(host, lambda peer: node_channel(peer.address, credentials, peer.place))
+        placement = settings.placement
+
+        def dial_placement() -> grpc.aio.Channel:
+            return node_channel(str(placement.address), credentials, placement.node_id)
+
+        relay = RelayDialler(dial_placement, identity, credentials.ca_pem, relay=placement.node_id)
+        attendant = RelayAttendant(host, guard, identity, credentials.ca_pem, dial_placement, relay=placement.node_id)
+        stack.push_async_callback(attendant.close)
+        own = LocalPort(
+            host,
+            lambda peer: node_channel(peer.address, credentials, peer.place),
+            relay=lambda direct: RelayTransport(direct, relay),
+        )
         world = EdgeWorld(
             own=own,
             models=models,
             load=await host.load(),
             dial=lambda peer: node_channel(peer.address, credentials, peer.place),
+            relay=relay,
         )
         stack.push_async_callback(world.close)
 
@@ -137,7 +154,7 @@ async def serve(settings: EdgeSettings) -> None:
             credentials,
             _SiteHost(host, own, door),
             models,
-            _Pushes(site, world, door, WitnessDesk(audit, credentials.ca_pem)),
+            _Pushes(site, world, door, WitnessDesk(audit, credentials.ca_pem), attendant),
         )
         await uplink.start()
         stack.push_async_callback(uplink.stop)
@@ -197,11 +214,14 @@ class _SiteHost:
 class _Pushes:
     """What placement sends over the uplink."""
 
-    def __init__(self, site: SiteConfig, world: EdgeWorld, door: FrontDoor, desk: WitnessDesk) -> None:
+    def __init__(
+        self, site: SiteConfig, world: EdgeWorld, door: FrontDoor, desk: WitnessDesk, attendant: RelayAttendant
+    ) -> None:
         self._site = site
         self._world = world
         self._door = door
         self._desk = desk
+        self._attendant = attendant
 
     async def config(self, message: uplink_pb2.SiteConfig) -> None:
         await asyncio.to_thread(self._site.take, message)
@@ -214,8 +234,13 @@ class _Pushes:
         if kind == "witness":
             answer = await self._desk.answer(command.witness)
             return uplink_pb2.CommandResult(command_id=command.command_id, witness=answer)
+        if kind == "attend":
+            self._attendant.attend(command.attend.ticket)
+            return uplink_pb2.CommandResult(command_id=command.command_id)
         if kind != "migrate":
             raise NotImplementedHere("this agent does not know the command: it is of an older version")
+        if command.HasField("target"):
+            self._world.meet(command.target)
         asker = Principal(tenant=command.tenant, role=AccessRole.TENANT, key_id="") if command.tenant else None
         moved = await self._door.migrate(asker, command.migrate)
         return uplink_pb2.CommandResult(command_id=command.command_id, migrate=moved)

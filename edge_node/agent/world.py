@@ -15,17 +15,19 @@ from mesh.identity.place import Tier
 from mesh.node.engine import EngineLoad
 from mesh.node.local_port import LocalPort
 from mesh.node.port import KvReport, NodePort, Peer
+from mesh.rpc.relay.dialling import RelayDialler, RelayPort
 from mesh.telemetry.log import get_logger
 from mesh.v1 import admin_pb2 as admin
 from placement.decide.settings import DEFAULTS
 from placement.decide.types import Snapshot
-from placement.entry.mesh_view import ModelFacts, NodeFacts, NodeState, from_wire, to_wire
+from placement.entry.mesh_view import ModelFacts, NodeFacts, NodeState, build_snapshot, from_wire, to_wire
 from placement.entry.peers import Dial, Peers
 from placement.entry.snapshot_table import SnapshotTable
 
 _NEVER_S = 1e9
 _SILENT_AFTER_S = 5.0  # snapshots come every second; after this, placement has nothing to say about a node's state
 _READ_ALL_EVERY_S = 1.0
+_MOST_GUESTS = 64
 
 log = get_logger(__name__)
 
@@ -33,8 +35,18 @@ log = get_logger(__name__)
 class EdgeWorld:
     """Owned by the agent. `set_load` and `set_snapshot` feed it."""
 
-    def __init__(self, *, own: LocalPort, models: tuple[ModelFacts, ...], load: EngineLoad, dial: Dial) -> None:
+    def __init__(
+        self,
+        *,
+        own: LocalPort,
+        models: tuple[ModelFacts, ...],
+        load: EngineLoad,
+        dial: Dial,
+        relay: RelayDialler | None = None,
+    ) -> None:
         self._own = own
+        self._relay = relay
+        self._guests: dict[str, NodeFacts] = {}  # nodes of other sites, each told of for a move to it
         self._models = models
         self._load = load
         self._draining = False
@@ -85,11 +97,42 @@ class EdgeWorld:
                 self._table.stale(node_id)
         return self._table.snapshot(version=self._version, now_s=now_s)
 
+    def meet(self, view: admin.NodeView) -> None:
+        """A node of another site, to which one request of this one may move. It is in no snapshot but those that are
+        asked for it by name, so that nothing else is ever placed there."""
+        known = from_wire(admin.Snapshot(nodes=[view]), mesh=self._own.place.mesh)
+        for node in known:
+            if node.place.node_id != self._own.place.node_id and node.place.tier is Tier.EDGE:
+                self._guests.pop(node.place.node_id, None)
+                self._guests[node.place.node_id] = replace(node, reachable=self._relay is not None)
+        while len(self._guests) > _MOST_GUESTS:
+            del self._guests[next(iter(self._guests))]
+
+    def snapshot_with(self, node_id: str) -> Snapshot:
+        guest = self._guests.get(node_id)
+        if guest is None or node_id in self._others:
+            return self.snapshot()
+        return build_snapshot(
+            (*self.nodes(), guest),
+            entry_node_id=self._own.place.node_id,
+            version=self._version,
+            made_s=time.monotonic(),
+        )
+
+    @property
+    def relay_node_id(self) -> str:
+        return self._relay.relay if self._relay is not None else ""
+
     def snapshot_age_s(self) -> float:
         return _NEVER_S if self._pushed_at_s is None else time.monotonic() - self._pushed_at_s
 
     def port(self, node_id: str) -> NodePort:
-        return self._own if node_id == self._own.place.node_id else self._peers.port(node_id)
+        if node_id == self._own.place.node_id:
+            return self._own
+        guest = self._guests.get(node_id)
+        if guest is not None and self._relay is not None and node_id not in self._others:
+            return RelayPort(guest.place, self._relay)
+        return self._peers.port(node_id)
 
     def saw_transfer(self, source_node_id: str, target_node_id: str, report: KvReport) -> None:
         ends = (source_node_id, target_node_id)

@@ -23,6 +23,8 @@ _RELEASE_TIMEOUT_S = 5.0
 class GrpcPort:
     """A NodePort over a channel that stays its caller's. The channel proves that the peer is at `peer.place`."""
 
+    can_dial = True
+
     def __init__(self, channel: grpc.aio.Channel, peer: Peer) -> None:
         self._stub = node_pb2_grpc.NodeStub(channel)
         self._peer = peer

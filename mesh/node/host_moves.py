@@ -96,6 +96,8 @@ class Moves:
         """Move KV as the dialling side; see NodePort.move_kv."""
         opening = KvOpen.of(order, token=secrets.token_bytes(TOKEN_BYTES))
         async with self._transfer(opening):
+            if not order.peer.address:
+                self._desk.guard.check_relay(order.context)
             if order.direction is KvDirection.PULL:
                 self._check_target(opening)
                 if order.source.prefill is not None:  # the order carries the prompt

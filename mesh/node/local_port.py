@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from mesh.identity.place import Place
 from mesh.node.engine import RunId
@@ -11,14 +11,22 @@ from mesh.node.host import NodeHost
 from mesh.node.port import KvOrder, KvReport, PortEvent, RunOrder
 from mesh.node.transport import Transport
 
+RelayOver = Callable[[Transport], Transport]
+"""A transport that also reaches nodes without an address, over a relay."""
+
 
 class LocalPort:
     """A NodePort over a NodeHost. `channel` opens connections for KV moves; `address` is where others can dial
     this node, empty if they cannot."""
 
-    def __init__(self, host: NodeHost, channel: DialChannel, *, address: str = "") -> None:
+    can_dial = True
+
+    def __init__(
+        self, host: NodeHost, channel: DialChannel, *, address: str = "", relay: RelayOver | None = None
+    ) -> None:
         self._host = host
-        self._transport: Transport = GrpcTransport(channel)
+        direct = GrpcTransport(channel)
+        self._transport: Transport = direct if relay is None else relay(direct)
         self._address = address
 
     @property

@@ -129,7 +129,7 @@ class KvOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A node that can be dialled, and who its certificate must say it is."""
+    """A node that can be dialled, and who its certificate must say it is. No address: over the relay."""
 
     address: str
     place: Place
@@ -167,6 +167,11 @@ class NodePort(Protocol):
         """Ends with PortFinished or PortHeld, or raises. Closing the iterator cancels the run at the node."""
         ...
 
+    @property
+    def can_dial(self) -> bool:
+        """Whether the node can be ordered to dial another one for a transfer."""
+        ...
+
     async def move_kv(self, order: KvOrder) -> KvReport:
         """Do a transfer as the dialling side. Raises KvIncompatible, PolicyDenied, NodeUnreachable,
         PayloadCorrupt ...; then nothing of it is left at the target, and a source run that was paused for it
@@ -185,3 +190,6 @@ class BorderGuard(Protocol):
 
     def check_kv(self, context: WorkContext, place: Place) -> None:
         """Raise PolicyDenied (with `rule`) unless KV of this tenant and label may be at `place`."""
+
+    def check_relay(self, context: WorkContext) -> None:
+        """Raise PolicyDenied (with `rule`) unless this tenant lets its data pass a relay, which cannot read it."""

@@ -257,7 +257,7 @@ def kv_order_from_wire(opening: node_pb2.KvOpen, address: str, place: common_pb2
         context=opened.context,
         transfer_id=opened.transfer_id,
         direction=opened.direction,
-        peer=Peer(address=bounds.name("peer_address", address), place=place_from_wire(place)),
+        peer=Peer(address=bounds.name("peer_address", address, empty=True), place=place_from_wire(place)),
         source=opened.source,
         target=opened.target,
         token_ids=opened.token_ids,

@@ -166,16 +166,26 @@ class TenantSalt(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("command_id", "migrate", "witness", "tenant")
+    __slots__ = ("command_id", "migrate", "witness", "attend", "tenant", "target")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
     WITNESS_FIELD_NUMBER: _ClassVar[int]
+    ATTEND_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     migrate: _admin_pb2.MigrateRequest
     witness: WitnessRequest
+    attend: RelayAttend
     tenant: str
-    def __init__(self, command_id: _Optional[int] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateRequest, _Mapping]] = ..., witness: _Optional[_Union[WitnessRequest, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    target: _admin_pb2.NodeView
+    def __init__(self, command_id: _Optional[int] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateRequest, _Mapping]] = ..., witness: _Optional[_Union[WitnessRequest, _Mapping]] = ..., attend: _Optional[_Union[RelayAttend, _Mapping]] = ..., tenant: _Optional[str] = ..., target: _Optional[_Union[_admin_pb2.NodeView, _Mapping]] = ...) -> None: ...
+
+class RelayAttend(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
 
 class CommandResult(_message.Message):
     __slots__ = ("command_id", "error_reason", "error_message", "migrate", "witness")

@@ -27,7 +27,7 @@ from placement.decide.types import PlacementRequest, Plan, PlanShape, Refusal, S
 from placement.detect.guard import Guard
 from placement.entry.intake import Accepted, ServedModel, accept
 from placement.entry.learned import CodecSavings, PrefixMemory, cached_column
-from placement.entry.orders import Work
+from placement.entry.orders import Work, needs_relay
 from placement.entry.receipt import ReceiptKeeper, Signer
 from placement.entry.refusal import REFUSALS, refusal_error
 from placement.entry.wire import decision_to_wire
@@ -75,9 +75,10 @@ class Decisions:
         """Raises UnknownNode, PolicyDenied, NoNodeNow, NoCapableNode or Overloaded, naming the rule."""
         return self._decide(accepted, accepted.placement)
 
-    def _decide(self, accepted: Accepted, request: PlacementRequest) -> Plan:
+    def _decide(self, accepted: Accepted, request: PlacementRequest, *, guest: str = "") -> Plan:
+        """`guest`: a node of another site that this entry may have been told of."""
         outcome = decide(
-            self._snapshot(accepted),
+            self._snapshot(accepted, guest),
             request,
             self._deps.policies().lookup(accepted.principal.tenant).policy,
             entry_site=self._own.site,
@@ -89,9 +90,10 @@ class Decisions:
             raise refusal_error(outcome)
         return outcome
 
-    def _snapshot(self, accepted: Accepted) -> Snapshot:
+    def _snapshot(self, accepted: Accepted, guest: str = "") -> Snapshot:
         """The mesh now, with what this entry knows of the nodes' caches and of codecs."""
-        snapshot = self._deps.world.snapshot()
+        world = self._deps.world
+        snapshot = world.snapshot_with(guest) if guest else world.snapshot()
         tokens = self._prefixes.tokens(self._blocks(accepted, accepted.token_ids), time.monotonic())
         codecs = None if snapshot.codecs is None else self._savings.applied(snapshot.codecs)
         cached = cached_column([place.node_id for place in snapshot.places], tokens)
@@ -136,7 +138,7 @@ class Decisions:
         self, accepted: Accepted, here: str, target: str, progress: Progress, tactic: Tactic | None
     ) -> MoveWay | None:
         """How a request that runs at `here` should move to `target`; None where one of them is not known any more."""
-        snapshot = self._deps.world.snapshot()
+        snapshot = self._deps.world.snapshot_with(target)
         source_row, target_row = snapshot.row_of(here), snapshot.row_of(target)
         if source_row < 0 or target_row < 0:
             return None if tactic is None else MoveWay(tactic=tactic)
@@ -162,7 +164,7 @@ class Decisions:
         """Node id of where a request that runs at `here` may move: filtered by its policy like any other choice.
 
         Raises InvalidRequest (no target, or it is there), UnknownNode, and what `plan` raises."""
-        snapshot = self._deps.world.snapshot()
+        snapshot = self._deps.world.snapshot_with(request.node_id)
         if request.WhichOneof("target") == "node_id":
             row = snapshot.row_of(request.node_id)
             if row < 0:
@@ -176,8 +178,9 @@ class Decisions:
             raise InvalidRequest(f"the request runs at {here} already", field=request.WhichOneof("target") or "")
         shape = PlanShape.LOCAL if tier is Tier.EDGE else PlanShape.CORE
         wish = Wish(shape=shape, node_id=request.node_id, tier=tier)
-        plan = self._decide(accepted, replace(accepted.placement, wish=wish, exclude=frozenset({here}), brings_kv=True))
-        self._check_kv(accepted, plan.choice.decode)
+        wanted = replace(accepted.placement, wish=wish, exclude=frozenset({here}), brings_kv=True)
+        plan = self._decide(accepted, wanted, guest=request.node_id)
+        self._check_move(accepted, snapshot, here, plan.choice.decode)
         return plan.choice.decode.node_id
 
     def place_to_go(self, accepted: Accepted, here: str, progress: Progress, pressure: Pressure) -> str:
@@ -196,14 +199,22 @@ class Decisions:
             max_tokens=progress.left_tokens,
             expected_tokens=min(accepted.placement.expected_tokens, progress.left_tokens),
             exclude=frozenset({here}),
+            brings_kv=True,
         )
         source = snapshot.row_of(here)
         for candidate in self._decide(accepted, request).candidates:
             target = snapshot.row_of(candidate.decode.node_id)
             if candidate.shape in _ONE_NODE.values() and is_relief(snapshot, source, target, pressure):
-                self._check_kv(accepted, candidate.decode)
+                self._check_move(accepted, snapshot, here, candidate.decode)
                 return candidate.decode.node_id
         raise NoNodeNow(f"no node is better off than {here} for this request", node=here)
+
+    def _check_move(self, accepted: Accepted, snapshot: Snapshot, here: str, target: Place) -> None:
+        """Raise PolicyDenied unless KV may be at the target and, where it has to, pass a relay."""
+        self._check_kv(accepted, target)
+        row = snapshot.row_of(here)
+        if row >= 0 and needs_relay(snapshot.places[row], target):
+            self._deps.policies().lookup(accepted.principal.tenant).policy.check_relay()
 
     def _check_kv(self, accepted: Accepted, target: Place) -> None:
         policy, label = self._deps.policies().lookup(accepted.principal.tenant).policy, accepted.placement.label

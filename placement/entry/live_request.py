@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Protocol
 
 from mesh.errors import Draining, Internal, MeshError
-from mesh.identity.place import Place
+from mesh.identity.place import Place, Tier
 from mesh.node.port import KvReport
 from mesh.node.stop import StopMatcher
 from mesh.telemetry.log import get_logger
@@ -24,7 +24,7 @@ from placement.decide.types import Plan
 from placement.entry import runner_types as rt
 from placement.entry.driver import RequestDriver
 from placement.entry.intake import Accepted
-from placement.entry.orders import Work
+from placement.entry.orders import Work, needs_relay
 from placement.entry.receipt import ReceiptDraft, ReceiptKeeper, Signer
 from placement.entry.request_log import RequestStream, TokenPiece
 from placement.entry.runner import PlanRunner
@@ -177,8 +177,9 @@ class LiveRequest:
             case rt.StartRun(node_id=node_id):
                 self._touch(node_id)
             case rt.MoveKv():  # its order names the tokens, to both ends
-                self._touch(effect.source_node_id)
-                self._touch(effect.target_node_id)
+                source, target = self._touch(effect.source_node_id), self._touch(effect.target_node_id)
+                if source is not None and target is not None and needs_relay(source, target):
+                    self._draft.relays.add(self._world.relay_node_id)
             case rt.EmitMigration():
                 self._migrated(effect)
             case rt.MoveFailed():
@@ -205,10 +206,23 @@ class LiveRequest:
 
     def _migrated(self, effect: rt.EmitMigration) -> None:
         facts = {**asdict(effect), "cause": effect.cause.value}
+        if self._is_follow(effect):
+            facts["shape"] = "follow"
         self._draft.migrations.append({k: round(v, 6) if isinstance(v, float) else v for k, v in facts.items()})
         self._draft.fallbacks += effect.cause is rt.MoveCause.FALLBACK
         self._metrics.request_moved(cause=MoveLabel(effect.cause.value), outcome="OK", pause_s=effect.pause_s)
         self.stream.append(pb.GenerateResponse(migration=migration_to_wire(effect)))
+
+    def _is_follow(self, effect: rt.EmitMigration) -> bool:
+        """Whether the request went from one site to another."""
+        ends = [self._place_of(node_id) for node_id in (effect.from_node_id, effect.to_node_id)]
+        return all(end is not None and end.tier is Tier.EDGE for end in ends)
+
+    def _place_of(self, node_id: str) -> Place | None:
+        try:
+            return self._world.port(node_id).place
+        except MeshError:
+            return None
 
     def _finish(self, effect: rt.Finish) -> None:
         rest = self._matcher.push(self._text.flush()) + self._matcher.flush()
@@ -230,13 +244,12 @@ class LiveRequest:
             ttft_s=self._ttft_s,
         )
 
-    def _touch(self, node_id: str) -> None:
-        place = self._place_of(node_id)
-        if place is not None:
-            self._draft.touched(place)
-
-    def _place_of(self, node_id: str) -> Place | None:
+    def _touch(self, node_id: str) -> Place | None:
         try:
-            return self._world.port(node_id).place
+            port = self._world.port(node_id)
         except MeshError:  # it is gone, so it will not see anything either: the order fails at once
             return None
+        self._draft.touched(port.place)
+        if not port.can_dial:  # a node of another site, which only the relay reaches
+            self._draft.relays.add(self._world.relay_node_id)
+        return port.place

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mesh.errors import NotImplementedHere
-from mesh.identity.place import Tier
+from mesh.identity.place import Place, Tier
 from mesh.kv.manifest import CANONICAL
 from mesh.node.engine import RunId
 from mesh.node.port import (
@@ -34,12 +33,16 @@ class Work:
 
 def choose_dialler(source: NodePort, target: NodePort) -> tuple[NodePort, NodePort, KvDirection]:
     """(who dials, whom, which way the KV flows from the dialler's view). An edge always dials; between core nodes
-    the target pulls. Raises NotImplementedHere for edge to edge."""
-    if source.place.tier is Tier.EDGE and target.place.tier is Tier.EDGE:
-        raise NotImplementedHere("moving KV between two edge sites is not implemented: move to the core first")
-    if source.place.tier is Tier.EDGE:
+    the target pulls; between edges, which meet over a relay, the source pushes, unless it is one that the entry cannot
+    order to dial."""
+    if source.place.tier is Tier.EDGE and (target.place.tier is not Tier.EDGE or source.can_dial):
         return source, target, KvDirection.PUSH
     return target, source, KvDirection.PULL
+
+
+def needs_relay(source: Place, target: Place) -> bool:
+    """Whether KV between two nodes has to pass a third one: both dial out only."""
+    return source.tier is Tier.EDGE and target.tier is Tier.EDGE and source.node_id != target.node_id
 
 
 def choose_codec(planned: str, source: NodePort, target: NodePort) -> str:

@@ -60,6 +60,7 @@ class ReceiptDraft:
     legs: list[SignedRecord] = field(default_factory=list)
     migrations: list[dict[str, Any]] = field(default_factory=list)
     fallbacks: int = 0
+    relays: set[str] = field(default_factory=set)  # nodes that carried what they could not read
 
     def touched(self, place: Place) -> None:
         """A node was sent the prompt's tokens, to compute KV of them or to receive it."""
@@ -83,6 +84,7 @@ class ReceiptDraft:
             "refused": {r.reason.name or str(r.reason.value): r.count for r in self.plan.refused},
             "saw_prompt": self.saw_prompt,
             "held_kv": self.held_kv,
+            "relays": sorted(self.relays),
             "tokens_by_node": dict(self.tokens_by_node),
             "migrations": self.migrations,
             "fallbacks": self.fallbacks,

@@ -23,5 +23,14 @@ class World(Protocol):
         """Raises NodeUnreachable if there is no way to the node now."""
         ...
 
+    def snapshot_with(self, node_id: str) -> Snapshot:
+        """The snapshot, with a node of another site in it that this entry was told of for one move only."""
+        ...
+
+    @property
+    def relay_node_id(self) -> str:
+        """The node that carries sealed bytes between two edges of different sites."""
+        ...
+
     def saw_transfer(self, source_node_id: str, target_node_id: str, report: KvReport) -> None:
         """A finished transfer, to learn the link's goodput from."""

@@ -91,6 +91,14 @@ class BookGuard:
         """Raise PolicyDenied or StalePlan (both with `rule`) unless KV of this tenant and label may be at `place`."""
         self._check(context, place, DataKind.KV)
 
+    def check_relay(self, context: WorkContext) -> None:
+        """Raise PolicyDenied or StalePlan unless the tenant's policy lets sealed data pass a relay."""
+        found = self._book().lookup(context.tenant)
+        if context.policy_version > 0 and found.version == 0:
+            message = f"policy version {context.policy_version} of tenant {context.tenant} is not known here yet"
+            raise StalePlan(message, rule="unknown-policy")
+        found.policy.check_relay()
+
     def _check(self, context: WorkContext, place: Place, kind: DataKind) -> None:
         found = self._book().lookup(context.tenant)
         if context.policy_version > 0 and found.version == 0:

@@ -114,6 +114,10 @@ class PolicyDocument(_Part):
     fallback: Literal["allowed", "none"] = Field(
         default="allowed", description="`none`: if the first choice fails, the request fails."
     )
+    relay: Literal["allowed", "forbidden"] = Field(
+        default="allowed",
+        description="Whether data between two sites may pass a third node, sealed end to end.",
+    )
     price: PriceTable = PriceTable()
     kv_max_loss_ratio: float = Field(
         default=0.01,

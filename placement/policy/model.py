@@ -104,6 +104,7 @@ def _compile(written: PolicyDocument, document: Document, version: int) -> Polic
         default_model=default_model,
         priority=written.priority,
         fallback=written.fallback == "allowed",
+        relay=written.relay == "allowed",
         prices=Prices(**written.price.model_dump()),
         kv_max_loss_ratio=written.kv_max_loss_ratio,
         detection=detection,

@@ -122,6 +122,7 @@ class Policy:
     priority: int
     fallback: bool
     prices: Prices
+    relay: bool = True  # whether sealed data may pass a third node
     kv_max_loss_ratio: float = 0.01  # rise of perplexity that a codec of moving KV may cost
     detection: Detection = field(default_factory=Detection)
 
@@ -158,6 +159,11 @@ class Policy:
     def check_kv(self, label: str, place: Place, *, entry_site: str) -> None:
         """Raises PolicyDenied (with `rule`) unless KV of this label may be at `place`."""
         self._check(label, place, entry_site, DataKind.KV)
+
+    def check_relay(self) -> None:
+        """Raises PolicyDenied unless sealed data may pass a relay."""
+        if not self.relay:
+            raise PolicyDenied("the policy forbids relays, sealed or not", rule="relay", version=str(self.version))
 
     def _check(self, label: str, place: Place, entry_site: str, kind: DataKind) -> None:
         if label not in self.labels.above:

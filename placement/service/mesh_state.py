@@ -77,6 +77,18 @@ class MeshState:
     def snapshot(self) -> Snapshot:
         return self._table.snapshot(version=self._version, now_s=time.monotonic())
 
+    def snapshot_with(self, node_id: str) -> Snapshot:
+        return self.snapshot()  # all nodes are in it
+
+    @property
+    def relay_node_id(self) -> str:
+        return self._place.node_id
+
+    def view_of(self, node_id: str) -> admin.NodeView | None:
+        """One node as it may be told to an entry that has to know it; None if it is not known."""
+        nodes = self._to_wire([node for node in self.nodes() if node.place.node_id == node_id]).nodes
+        return nodes[0] if nodes else None
+
     def snapshot_age_s(self) -> float:
         return _NEVER_S if self._heard_s is None else time.monotonic() - self._heard_s
 

@@ -16,7 +16,7 @@ from mesh.audit.log import AUDIT_FOLDER, AuditLog
 from mesh.http.app import create_app
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.files import write_private
-from mesh.identity.place import Place, Role
+from mesh.identity.place import Place, Role, Tier
 from mesh.identity.principal import AccessRole, Principal
 from mesh.identity.signing import NodeIdentity
 from mesh.identity.tenants import issue_key, new_tenant
@@ -25,12 +25,14 @@ from mesh.registry.open import EmbeddedSettings
 from mesh.registry.servicer import RegistryServicer
 from mesh.rpc.channel import node_channel
 from mesh.rpc.peer import peer_place
+from mesh.rpc.relay.ring import ring_over
+from mesh.rpc.relay.servicer import RelayServicer
 from mesh.rpc.server import health_server, node_server
 from mesh.rpc.uplink.hub import UplinkHub
 from mesh.settings import Bootstrap, PlacementSettings, RegistryKind
 from mesh.telemetry.log import configure_log, get_logger
 from mesh.telemetry.metrics import Metrics
-from mesh.v1 import admin_pb2, admin_pb2_grpc, registry_pb2_grpc, uplink_pb2, uplink_pb2_grpc
+from mesh.v1 import admin_pb2, admin_pb2_grpc, registry_pb2_grpc, relay_pb2_grpc, uplink_pb2, uplink_pb2_grpc
 from placement.decide.settings import DecideSettings
 from placement.entry.decisions import FrontDoorDeps
 from placement.entry.front_door import FrontDoor
@@ -118,7 +120,7 @@ async def serve(settings: PlacementSettings) -> None:
             credentials,
             door=door,
             source=state,
-            mover=_Mover(door, hub, place),
+            mover=_Mover(door, hub, state, place),
             directory=lambda: tenants.directory,
             more_services=("mesh.v1.Policies", "mesh.v1.Tenants"),
             roles=state,
@@ -127,6 +129,8 @@ async def serve(settings: PlacementSettings) -> None:
         admin_pb2_grpc.add_PoliciesServicer_to_server(PoliciesServicer(policies, tenants, record), public.server)
         admin_pb2_grpc.add_TenantsServicer_to_server(TenantsServicer(tenants, record), public.server)
         uplink_pb2_grpc.add_UplinkServicer_to_server(hub, node.server)
+        relay = RelayServicer(lambda context: peer_place(context, mesh=place.mesh), ring_over(hub))
+        relay_pb2_grpc.add_RelayServicer_to_server(relay, node.server)
         if settings.registry.kind is RegistryKind.EMBEDDED:
             registry_pb2_grpc.add_RegistryServicer_to_server(RegistryServicer(registry, place.mesh), node.server)
         health, health_state = health_server(str(settings.listeners.health))
@@ -160,9 +164,10 @@ class _Mover:
     """Moves a request that entered here, or tells the edge where it entered to. A request's id starts with its
     entry's node id."""
 
-    def __init__(self, door: FrontDoor, hub: UplinkHub, place: Place) -> None:
+    def __init__(self, door: FrontDoor, hub: UplinkHub, state: MeshState, place: Place) -> None:
         self._door = door
         self._hub = hub
+        self._state = state
         self._place = place
 
     async def migrate(self, principal: Principal, request: admin_pb2.MigrateRequest) -> admin_pb2.MigrateResponse:
@@ -170,9 +175,14 @@ class _Mover:
         if entry == self._place.node_id or not any(e.place.node_id == entry for e in self._hub.attached()):
             return await self._door.migrate(principal, request)
         scope = "" if principal.role >= AccessRole.OPERATOR else principal.tenant
-        command = uplink_pb2.Command(migrate=request, tenant=scope)
+        command = uplink_pb2.Command(migrate=request, tenant=scope, target=self._guest(entry, request.node_id))
         result = await self._hub.command(entry, command, timeout_s=_COMMAND_TIMEOUT_S)
         return result.migrate
+
+    def _guest(self, entry: str, target: str) -> admin_pb2.NodeView | None:
+        """What the entry has to know of a target at another site: a site is told of no other one but for this."""
+        view = self._state.view_of(target) if target not in ("", entry) else None
+        return view if view is not None and view.tier == Tier.EDGE.value else None
 
 
 def _models(settings: PlacementSettings) -> dict[str, ServedModel]:

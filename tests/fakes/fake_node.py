@@ -58,12 +58,18 @@ class FakeGuard:
 
     no_prompt: set[str] = field(default_factory=set)
     no_kv: set[str] = field(default_factory=set)
+    no_relay: bool = False
     asked: list[tuple[str, str]] = field(default_factory=list)
 
     def check_prompt(self, context: WorkContext, place: Place) -> None:
         self.asked.append(("prompt", place.node_id))
         if place.node_id in self.no_prompt:
             raise PolicyDenied("no prompt there", rule="test-prompt")
+
+    def check_relay(self, context: WorkContext) -> None:
+        self.asked.append(("relay", ""))
+        if self.no_relay:
+            raise PolicyDenied("no relay", rule="relay")
 
     def check_kv(self, context: WorkContext, place: Place) -> None:
         self.asked.append(("kv", place.node_id))

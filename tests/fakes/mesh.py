@@ -103,6 +103,8 @@ class MemoryNode:
     orders: list[RunOrder | KvOrder] = field(default_factory=list)
     released: list[RunId] = field(default_factory=list)
 
+    can_dial = True
+
     @property
     def address(self) -> str:
         return f"memory:{self.place.node_id}" if self.place.tier is Tier.CORE else ""
@@ -240,6 +242,11 @@ class MemoryMesh:
 
     def snapshot_age_s(self) -> float:
         return 0.0
+
+    def snapshot_with(self, node_id: str) -> Snapshot:
+        return self.snapshot()
+
+    relay_node_id = "placement-1"
 
     def port(self, node_id: str) -> NodePort:
         if node_id not in self.nodes:

@@ -18,6 +18,8 @@ class UplinkPort:
     A node that came back at another place than this port was made for is refused with StalePlan: the plan's
     policy check was for the old place."""
 
+    can_dial = True
+
     def __init__(self, place: Place, session: Callable[[], Session]) -> None:
         self._place = place
         self._find_session = session

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mesh.errors import Cancelled, Internal, MeshError, NodeUnreachable, NotImplementedHere, StalePlan
+from mesh.errors import Cancelled, Internal, MeshError, NodeUnreachable, StalePlan
 from mesh.identity.place import Place
 from mesh.node.engine import FinishReason, RunId
 from mesh.node.port import KvDirection, KvOrder, KvReport, NodePort, PortEvent, PortFinished, PortTokens, RunOrder
@@ -28,6 +28,7 @@ Script = Callable[[RunOrder], AsyncGenerator[PortEvent, None]]
 class ScriptedPort:
     place: Place
     script: Script
+    can_dial: bool = True
     address: str = ""
     released: list[RunId] = field(default_factory=list)
     orders: list[RunOrder] = field(default_factory=list)
@@ -52,6 +53,11 @@ class ScriptedWorld:
 
     def snapshot_age_s(self) -> float:
         return 0.0
+
+    def snapshot_with(self, node_id: str) -> Snapshot:
+        return self.snapshot()
+
+    relay_node_id = "placement-1"
 
     def port(self, node_id: str) -> NodePort:
         if node_id not in self.ports:
@@ -125,9 +131,11 @@ def test_an_edge_dials_and_between_core_nodes_the_target(
     assert {dialler.place.node_id, peer.place.node_id} == {source, target}
 
 
-def test_two_edges_cannot_meet() -> None:
-    with pytest.raises(NotImplementedHere):
-        choose_dialler(ScriptedPort(place("a"), answers), ScriptedPort(place("b"), answers))
+def test_between_edges_the_source_dials_unless_the_entry_cannot_order_it_to() -> None:
+    ports = [ScriptedPort(place(name), answers) for name in ("a", "b")]
+    assert choose_dialler(*ports) == (ports[0], ports[1], KvDirection.PUSH)
+    ports[0].can_dial = False
+    assert choose_dialler(*ports) == (ports[1], ports[0], KvDirection.PULL)
 
 
 async def test_one_outcome() -> None:

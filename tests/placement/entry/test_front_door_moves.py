@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -92,6 +93,31 @@ async def test_every_tactic_gives_the_same_tokens(
     assert answer.ids == want
     assert [(m.to_node_id, m.recomputed) for m in answer.migrations] == [(target, tactic == "REPLAY")]
     assert answer.by_node[-1] == target
+
+
+async def test_from_site_to_site_a_relay_is_named_and_holds_nothing(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh("core-1", "paris", "osaka", entry="placement-1", step_delay_s=0.001)
+    request = request_of("follow me over there " * 6, node_id="paris", max_tokens=150)
+    want = await reference(mesh, request)
+    async with asking(mesh.door, request, tokens=8) as (answer, task):
+        moved = await mesh.door.migrate(None, admin.MigrateRequest(request_id=answer.request_id, node_id="osaka"))
+        assert moved.kv_tokens > 0
+        await task
+    assert answer.ids == want
+    assert answer.finish is not None
+    body = json.loads(answer.finish.receipt.record.body)
+    assert body["relays"] == ["placement-1"]
+    assert sorted(body["held_kv"]) == sorted(body["saw_prompt"]) == ["osaka", "paris"]
+    assert [m["shape"] for m in body["migrations"]] == ["follow"]
+
+
+async def test_a_policy_may_forbid_relays(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh("paris", "osaka", entry="placement-1", step_delay_s=0.001)
+    mesh.book = PolicyBook.of([(TENANT, POLICY + "relay: forbidden\n", 2)])
+    async with asking(mesh.door, request_of("stay here " * 12, node_id="paris", max_tokens=200)) as (answer, _):
+        with pytest.raises(PolicyDenied) as caught:
+            await mesh.door.migrate(None, admin.MigrateRequest(request_id=answer.request_id, node_id="osaka"))
+        assert caught.value.details["rule"] == "relay"
 
 
 async def test_a_tactic_that_does_not_exist_is_refused(make_mesh: MakeMesh) -> None:
