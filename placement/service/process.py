@@ -7,12 +7,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from grpc_health.v1 import health_pb2
 
 from mesh.audit.log import AUDIT_FOLDER, AuditLog
+from mesh.errors import NodeUnreachable
 from mesh.http.app import create_app
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.files import write_private
@@ -120,7 +122,7 @@ async def serve(settings: PlacementSettings) -> None:
             credentials,
             door=door,
             source=state,
-            mover=_Mover(door, hub, state, place),
+            mover=_Mover(door, hub, state.view_of, place),
             directory=lambda: tenants.directory,
             more_services=("mesh.v1.Policies", "mesh.v1.Tenants"),
             roles=state,
@@ -164,24 +166,37 @@ class _Mover:
     """Moves a request that entered here, or tells the edge where it entered to. A request's id starts with its
     entry's node id."""
 
-    def __init__(self, door: FrontDoor, hub: UplinkHub, state: MeshState, place: Place) -> None:
+    def __init__(
+        self,
+        door: FrontDoor,
+        hub: UplinkHub,
+        view_of: Callable[[str], admin_pb2.NodeView | None],
+        place: Place,
+    ) -> None:
         self._door = door
         self._hub = hub
-        self._state = state
+        self._view_of = view_of
         self._place = place
 
     async def migrate(self, principal: Principal, request: admin_pb2.MigrateRequest) -> admin_pb2.MigrateResponse:
         entry, _, _ = request.request_id.partition(":")
-        if entry == self._place.node_id or not any(e.place.node_id == entry for e in self._hub.attached()):
+        if entry == self._place.node_id or (not self._is_attached(entry) and self._view_of(entry) is None):
             return await self._door.migrate(principal, request)
+        if not self._is_attached(entry):
+            raise NodeUnreachable(
+                f"the request entered at {entry}, which is not attached now: ask there, or again later", node=entry
+            )
         scope = "" if principal.role >= AccessRole.OPERATOR else principal.tenant
         command = uplink_pb2.Command(migrate=request, tenant=scope, target=self._guest(entry, request.node_id))
         result = await self._hub.command(entry, command, timeout_s=_COMMAND_TIMEOUT_S)
         return result.migrate
 
+    def _is_attached(self, entry: str) -> bool:
+        return any(edge.place.node_id == entry for edge in self._hub.attached())
+
     def _guest(self, entry: str, target: str) -> admin_pb2.NodeView | None:
         """What the entry has to know of a target at another site: a site is told of no other one but for this."""
-        view = self._state.view_of(target) if target not in ("", entry) else None
+        view = self._view_of(target) if target not in ("", entry) else None
         return view if view is not None and view.tier == Tier.EDGE.value else None
 
 

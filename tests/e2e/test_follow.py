@@ -26,7 +26,9 @@ async def test_from_paris_to_osaka(whole: RunningMesh, entry: str) -> None:
     other = await whole.client(key, "osaka")
     for c in (client, other):
         await eventually(lambda c=c: _has_policy(c))  # type: ignore[misc]
-    async with following(client, PROMPT, tokens=5, label="internal", node_id="edge-paris", max_tokens=150) as (
+    async with following(
+        client, PROMPT, tokens=5, label="internal", shape="local", node_id="edge-paris", max_tokens=150
+    ) as (
         stream,
         task,
     ):

@@ -14,10 +14,19 @@ from mesh.errors import NotFound, NotImplementedHere
 from mesh.node.local_port import LocalPort
 from mesh.rpc.channel import public_channel
 from mesh.v1 import admin_pb2, uplink_pb2
-from tests.fakes.mesh import MemoryMesh, ask, asking, principal, request_of
+from placement.entry.mesh_view import NodeFacts, NodeState, to_wire
+from tests.fakes.mesh import MemoryMesh, ask, asking, place_of, principal, request_of
 from tests.placement.entry.test_mesh_view import MODEL
 
 UNASKED: Any = None
+
+
+class Attendant:
+    def __init__(self) -> None:
+        self.tickets: list[bytes] = []
+
+    def attend(self, ticket: bytes) -> None:
+        self.tickets.append(ticket)
 
 
 @pytest.fixture
@@ -26,8 +35,10 @@ async def pushes(tmp_path: Path) -> _Pushes:
     host = mesh.nodes["paris"].host
     own = LocalPort(host, lambda peer: public_channel(peer.address))
     world = EdgeWorld(own=own, models=(MODEL,), load=await host.load(), dial=lambda peer: public_channel(peer.address))
-    made = _Pushes(SiteConfig(tmp_path / "site_config.bin"), world, mesh.door, UNASKED)
-    made.mesh = mesh  # type: ignore[attr-defined]
+    attendant = Attendant()
+    file = SiteConfig(tmp_path / "site_config.bin")
+    made = _Pushes(file, world, mesh.door, UNASKED, attendant)  # type: ignore[arg-type]
+    made.mesh, made.attendant = mesh, attendant  # type: ignore[attr-defined]
     return made
 
 
@@ -55,6 +66,27 @@ async def test_a_command_moves_a_request_of_its_tenant(pushes: _Pushes, tenant: 
         else:
             with pytest.raises(NotFound):
                 await pushes.command(move(answer.request_id, tenant))
+    await mesh.close()
+
+
+async def test_a_command_to_come_to_the_relay(pushes: _Pushes) -> None:
+    command = uplink_pb2.Command(command_id=3, attend=uplink_pb2.RelayAttend(ticket=b"t"))
+    assert (await pushes.command(command)).command_id == 3
+    assert pushes.attendant.tickets == [b"t"]  # type: ignore[attr-defined]
+
+
+async def test_a_node_of_another_site_is_seen_only_when_it_is_asked_for(pushes: _Pushes) -> None:
+    mesh: MemoryMesh = pushes.mesh  # type: ignore[attr-defined]
+    facts = NodeFacts(place=place_of("osaka"), address="", state=NodeState.READY, models=(MODEL,))
+    (view,) = to_wire([facts], version=1, registry_age_s=0.0, made_unix_s=0.0).nodes
+    command = move("paris:unknown")
+    command.target.CopyFrom(view)
+    with pytest.raises(NotFound):
+        await pushes.command(command)
+    world = pushes._world
+    assert world.snapshot().row_of("osaka") == -1
+    assert world.snapshot_with("core-1").row_of("osaka") == -1
+    assert world.snapshot_with("osaka").row_of("osaka") >= 0
     await mesh.close()
 
 

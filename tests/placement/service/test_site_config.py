@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from mesh.errors import MeshError, NotFound
+from mesh.errors import MeshError, NodeUnreachable, NotFound
 from mesh.identity.principal import AccessRole, Principal
 from mesh.identity.tenants import issue_key, new_tenant
 from mesh.rpc.uplink.hub import UplinkHub
@@ -66,7 +66,7 @@ OPERATOR = Principal(tenant="ops", role=AccessRole.OPERATOR, key_id="k")
 @pytest.mark.parametrize(("who", "scope"), [(TENANT, "acme"), (OPERATOR, "")])
 async def test_a_request_that_entered_at_an_edge_is_moved_there(uplinks: Mesh, who: Principal, scope: str) -> None:
     site = await uplinks.attach("edge-1")
-    mover = _Mover(MemoryMesh(entry="placement-1").door, uplinks.hub, place_of("placement-1"))
+    mover = _Mover(MemoryMesh(entry="placement-1").door, uplinks.hub, lambda node_id: None, place_of("placement-1"))
     moved = await mover.migrate(who, admin_pb2.MigrateRequest(request_id="edge-1:abc", tier="core"))
     assert moved.to_node_id == "core-1"
     assert [(c.tenant, c.migrate.request_id, c.migrate.tier) for c in site.commands] == [(scope, "edge-1:abc", "core")]
@@ -79,13 +79,29 @@ async def test_a_request_that_entered_at_an_edge_is_moved_there(uplinks: Mesh, w
         await mover.migrate(who, admin_pb2.MigrateRequest(request_id="edge-1:abc", tier="core"))
 
 
+async def test_a_request_whose_entry_is_away_may_be_moved_later(uplinks: Mesh) -> None:
+    known = {"edge-9": admin_pb2.NodeView(node_id="edge-9", tier="edge")}
+    mover = _Mover(MemoryMesh(entry="placement-1").door, uplinks.hub, known.get, place_of("placement-1"))
+    with pytest.raises(NodeUnreachable, match="edge-9"):
+        await mover.migrate(OPERATOR, admin_pb2.MigrateRequest(request_id="edge-9:abc", tier="core"))
+
+
+async def test_an_entry_is_told_of_a_target_at_another_site_and_of_no_other(uplinks: Mesh) -> None:
+    site = await uplinks.attach("edge-1")
+    known = {name: admin_pb2.NodeView(node_id=name, tier=name.split("-")[0]) for name in ("edge-2", "core-1", "edge-1")}
+    mover = _Mover(MemoryMesh(entry="placement-1").door, uplinks.hub, known.get, place_of("placement-1"))
+    for target in ("edge-2", "core-1", "edge-1", "edge-9"):
+        await mover.migrate(OPERATOR, admin_pb2.MigrateRequest(request_id="edge-1:abc", node_id=target))
+    assert [c.target.node_id for c in site.commands] == ["edge-2", "", "", ""]
+
+
 @pytest.mark.parametrize("request_id", ["placement-1:abc", "edge-9:abc", "nonsense", ""])
 async def test_other_requests_are_looked_for_here(request_id: str) -> None:
     def never(context: object) -> object:
         raise AssertionError
 
     hub = UplinkHub(never)  # type: ignore[arg-type]
-    mover = _Mover(MemoryMesh(entry="placement-1").door, hub, place_of("placement-1"))
+    mover = _Mover(MemoryMesh(entry="placement-1").door, hub, lambda node_id: None, place_of("placement-1"))
     with pytest.raises(MeshError) as caught:
         await mover.migrate(OPERATOR, admin_pb2.MigrateRequest(request_id=request_id, tier="core"))
     assert isinstance(caught.value, NotFound)
