@@ -213,6 +213,11 @@ class MeshClient:
         """Remove a tenant's policy; the built-in one applies then."""
         await self._call(self._policies.Delete, admin_pb2.DeletePolicyRequest(tenant=tenant))
 
+    async def policy_history(self, tenant: str) -> list[admin_pb2.StoredPolicy]:
+        """Versions of a tenant's policy that are kept, the newest first."""
+        response = await self._call(self._policies.History, admin_pb2.PolicyHistoryRequest(tenant=tenant))
+        return list(response.policies)
+
     async def validate_policy(self, yaml: str) -> list[admin_pb2.PolicyProblem]:
         """What is wrong with a policy document; empty if nothing is."""
         return list((await self._call(self._policies.Validate, admin_pb2.ValidatePolicyRequest(yaml=yaml))).problems)

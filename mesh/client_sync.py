@@ -121,6 +121,10 @@ class SyncMeshClient:
         """Remove a policy."""
         self._run(self._client.delete_policy(tenant))
 
+    def policy_history(self, tenant: str) -> list[admin_pb2.StoredPolicy]:
+        """Versions that are kept, the newest first."""
+        return self._run(self._client.policy_history(tenant))
+
     def validate_policy(self, yaml: str) -> list[admin_pb2.PolicyProblem]:
         """Problems of a policy document."""
         return self._run(self._client.validate_policy(yaml))

@@ -28,6 +28,7 @@ from mesh.cli.client_output import (
     size_words,
 )
 from mesh.cli.node_commands import register as register_node
+from mesh.cli.policy_commands import register as register_policy
 from mesh.client_types import Options, Prompt
 from mesh.errors import InvalidRequest
 
@@ -65,13 +66,7 @@ def register(app: typer.Typer) -> None:
     app.command("nodes")(connected(admin=True)(nodes))
     app.command("move")(connected(admin=True)(move))
     register_node(app)
-    policy = typer.Typer(no_args_is_help=True, help="Placement policies of tenants.")
-    policy.command("apply")(connected(admin=True)(policy_apply))
-    policy.command("get")(connected(admin=True)(policy_get))
-    policy.command("list")(connected(admin=True)(policy_list))
-    policy.command("delete")(connected(admin=True)(policy_delete))
-    policy.command("validate")(connected(admin=True)(policy_validate))
-    app.add_typer(policy, name="policy")
+    register_policy(app)
     key = typer.Typer(no_args_is_help=True, help="API keys.")
     key.command("issue")(connected(admin=True)(key_issue))
     key.command("revoke")(connected(admin=True)(key_revoke))
@@ -210,68 +205,6 @@ def move(
     )
 
 
-def policy_apply(
-    connection: Connection,
-    file: File,
-    tenant: Tenant,
-    expected_version: Annotated[
-        int | None, typer.Option(metavar="N", help="Only if this is the current version.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Check a policy and make it a tenant's current one."""
-    yaml = _read(file)
-    with connection.open() as mesh:
-        _refuse_problems(file, [message_json(p) for p in mesh.validate_policy(yaml)], as_json)
-        version = mesh.put_policy(tenant, yaml, expected_version=expected_version)
-    if as_json:
-        print_json({"tenant": tenant, "version": version})
-        return
-    _out.print(f"policy of {tenant} is now version {version}")
-
-
-def policy_get(connection: Connection, tenant: TenantName, as_json: AsJson = False) -> None:
-    """Print a tenant's policy."""
-    with connection.open() as mesh:
-        policy = mesh.get_policy(tenant)
-    if as_json:
-        print_json(message_json(policy))
-        return
-    _notes.print(f"# {policy.tenant}, version {policy.version}", style="dim")
-    sys.stdout.write(policy.yaml)
-
-
-def policy_list(connection: Connection, as_json: AsJson = False) -> None:
-    """Tenants that have a policy, and its version."""
-    with connection.open() as mesh:
-        policies = mesh.list_policies()
-    if as_json:
-        print_json([message_json(p) for p in policies])
-        return
-    _out.print(simple_table(("tenant", "version"), [(p.tenant, str(p.version)) for p in policies]))
-
-
-def policy_delete(connection: Connection, tenant: TenantName, as_json: AsJson = False) -> None:
-    """Remove a tenant's policy; the built-in one applies then."""
-    with connection.open() as mesh:
-        mesh.delete_policy(tenant)
-    if as_json:
-        print_json({"tenant": tenant, "deleted": True})
-        return
-    _out.print(f"policy of {tenant} removed: the built-in one applies")
-
-
-def policy_validate(connection: Connection, file: File, as_json: AsJson = False) -> None:
-    """Check a policy without storing it; exits 1 if something is wrong."""
-    with connection.open() as mesh:
-        problems = [message_json(p) for p in mesh.validate_policy(_read(file))]
-    _refuse_problems(file, problems, as_json)
-    if as_json:
-        print_json([])
-        return
-    _out.print(f"{file}: valid")
-
-
 def tenant_create(connection: Connection, tenant: TenantName, as_json: AsJson = False) -> None:
     """Add a tenant."""
     with connection.open() as mesh:
@@ -339,21 +272,3 @@ def _prompt(text: str, as_chat: bool, system: str | None) -> Prompt:
         return text
     first = [{"role": "system", "content": system}] if system is not None else []
     return [*first, {"role": "user", "content": text}]
-
-
-def _read(file: Path) -> str:
-    try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise InvalidRequest(f"cannot read {file}: {exc}", field="file") from exc
-
-
-def _refuse_problems(file: Path, problems: list[dict[str, object]], as_json: bool) -> None:
-    if not problems:
-        return
-    if as_json:
-        print_json(problems)
-    else:
-        for p in problems:
-            _notes.print(f"{file}:{p['line']}:{p['column']}: {p['path']}: {p['message']}", style="red")
-    raise typer.Exit(1)

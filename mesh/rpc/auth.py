@@ -21,7 +21,7 @@ from mesh.rpc.around import AroundInterceptor
 _TENANT = ("Inference/Generate", "Inference/Tokenize", "Inference/ListModels", "Inference/Abort", "Inference/Explain")
 _OPERATOR = ("MeshView/GetSnapshot", "MeshView/WatchSnapshot", "MeshView/SetNodeRole")
 _ADMIN = (
-    *(f"Policies/{rpc}" for rpc in ("Put", "Get", "List", "Delete", "Validate")),
+    *(f"Policies/{rpc}" for rpc in ("Put", "Get", "List", "Delete", "Validate", "History")),
     *(f"Tenants/{rpc}" for rpc in ("Create", "List", "IssueKey", "RevokeKey")),
 )
 

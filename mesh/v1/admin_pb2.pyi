@@ -35,14 +35,32 @@ class PutPolicyResponse(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class StoredPolicy(_message.Message):
-    __slots__ = ("tenant", "yaml", "version")
+    __slots__ = ("tenant", "yaml", "version", "stored_unix_s", "stored_by", "deleted")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     YAML_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    STORED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    STORED_BY_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     yaml: str
     version: int
-    def __init__(self, tenant: _Optional[str] = ..., yaml: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    stored_unix_s: float
+    stored_by: str
+    deleted: bool
+    def __init__(self, tenant: _Optional[str] = ..., yaml: _Optional[str] = ..., version: _Optional[int] = ..., stored_unix_s: _Optional[float] = ..., stored_by: _Optional[str] = ..., deleted: _Optional[bool] = ...) -> None: ...
+
+class PolicyHistoryRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class PolicyHistoryResponse(_message.Message):
+    __slots__ = ("policies",)
+    POLICIES_FIELD_NUMBER: _ClassVar[int]
+    policies: _containers.RepeatedCompositeFieldContainer[StoredPolicy]
+    def __init__(self, policies: _Optional[_Iterable[_Union[StoredPolicy, _Mapping]]] = ...) -> None: ...
 
 class GetPolicyRequest(_message.Message):
     __slots__ = ("tenant",)

@@ -60,6 +60,11 @@ class PoliciesStub:
                 request_serializer=mesh_dot_v1_dot_admin__pb2.ValidatePolicyRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_admin__pb2.ValidatePolicyResponse.FromString,
                 _registered_method=True)
+        self.History = channel.unary_unary(
+                '/mesh.v1.Policies/History',
+                request_serializer=mesh_dot_v1_dot_admin__pb2.PolicyHistoryRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_admin__pb2.PolicyHistoryResponse.FromString,
+                _registered_method=True)
 
 
 class PoliciesServicer:
@@ -101,6 +106,13 @@ class PoliciesServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def History(self, request, context):
+        """All versions that are kept, the newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoliciesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +140,11 @@ def add_PoliciesServicer_to_server(servicer, server):
                     servicer.Validate,
                     request_deserializer=mesh_dot_v1_dot_admin__pb2.ValidatePolicyRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_admin__pb2.ValidatePolicyResponse.SerializeToString,
+            ),
+            'History': grpc.unary_unary_rpc_method_handler(
+                    servicer.History,
+                    request_deserializer=mesh_dot_v1_dot_admin__pb2.PolicyHistoryRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_admin__pb2.PolicyHistoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +283,33 @@ class Policies:
             '/mesh.v1.Policies/Validate',
             mesh_dot_v1_dot_admin__pb2.ValidatePolicyRequest.SerializeToString,
             mesh_dot_v1_dot_admin__pb2.ValidatePolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def History(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mesh.v1.Policies/History',
+            mesh_dot_v1_dot_admin__pb2.PolicyHistoryRequest.SerializeToString,
+            mesh_dot_v1_dot_admin__pb2.PolicyHistoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

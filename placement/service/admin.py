@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable
@@ -20,9 +21,9 @@ from placement.service.stores import PolicyStore, StoredPolicy, TenantStore
 
 log = get_logger(__name__)
 
-RecordAdmin = Callable[[str, dict[str, str]], Awaitable[None]]
-"""Keeps in the audit log what is about to be changed, and who asked; the change waits for it. Raises MeshError if it
-cannot be kept, and then nothing is changed."""
+RecordAdmin = Callable[[str, dict[str, str]], Awaitable[str]]
+"""Keeps in the audit log what is about to be changed, and who asked; the change waits for it. Returns the
+id of the key that asked; raises MeshError if it cannot be kept, and then nothing is changed."""
 
 
 class PoliciesServicer(admin_grpc.PoliciesServicer):
@@ -37,8 +38,8 @@ class PoliciesServicer(admin_grpc.PoliciesServicer):
         self._tenants.directory.tenant(request.tenant)
         expected = request.expected_version if request.HasField("expected_version") else None
         digest = hashlib.sha256(request.yaml.encode()).hexdigest()
-        await self._record("policy.put", {"tenant": request.tenant, "sha256": digest})
-        version = await self._store.put(request.tenant, request.yaml, expected)
+        by = await self._record("policy.put", {"tenant": request.tenant, "sha256": digest})
+        version = await self._store.put(request.tenant, request.yaml, expected, by=by)
         log.info("policy_stored", tenant=request.tenant, version=version)
         return admin.PutPolicyResponse(version=version)
 
@@ -54,8 +55,8 @@ class PoliciesServicer(admin_grpc.PoliciesServicer):
     async def Delete(
         self, request: admin.DeletePolicyRequest, context: grpc.aio.ServicerContext
     ) -> admin.DeletePolicyResponse:
-        await self._record("policy.delete", {"tenant": request.tenant[:64]})
-        await self._store.delete(request.tenant)
+        by = await self._record("policy.delete", {"tenant": request.tenant[:64]})
+        await self._store.delete(request.tenant, by=by)
         log.info("policy_deleted", tenant=request.tenant)
         return admin.DeletePolicyResponse()
 
@@ -65,9 +66,15 @@ class PoliciesServicer(admin_grpc.PoliciesServicer):
         return admin.ValidatePolicyResponse(
             problems=[
                 admin.PolicyProblem(line=p.line, column=p.column, path=p.path, message=p.message)
-                for p in check_policy(request.yaml)
+                for p in await asyncio.to_thread(check_policy, request.yaml)
             ]
         )
+
+    async def History(
+        self, request: admin.PolicyHistoryRequest, context: grpc.aio.ServicerContext
+    ) -> admin.PolicyHistoryResponse:
+        self._tenants.directory.tenant(request.tenant)
+        return admin.PolicyHistoryResponse(policies=map(_to_wire, await self._store.history(request.tenant)))
 
 
 class TenantsServicer(admin_grpc.TenantsServicer):
@@ -119,7 +126,14 @@ class TenantsServicer(admin_grpc.TenantsServicer):
 
 
 def _to_wire(stored: StoredPolicy) -> admin.StoredPolicy:
-    return admin.StoredPolicy(tenant=stored.tenant, yaml=stored.yaml or "", version=stored.version)
+    return admin.StoredPolicy(
+        tenant=stored.tenant,
+        yaml=stored.yaml or "",
+        version=stored.version,
+        stored_unix_s=stored.stored_unix_s,
+        stored_by=stored.stored_by,
+        deleted=stored.yaml is None,
+    )
 
 
 def _tenant(directory: TenantDirectory, tenant: str) -> admin.Tenant:

@@ -1,14 +1,16 @@
 """Policies and tenants as the registry keeps them, and this process's current view of both.
 
-Keys: `policies/TENANT` holds {"version", "yaml"} (yaml null: deleted, so that versions never repeat), `tenants`
-holds the whole TenantDirectory. Every change is a compare-and-set; the view follows the registry by watch, so
-that several placement services agree, and is checked whole before it is used.
+Keys: `policies/TENANT` holds {"version", "yaml", "stored_unix_s", "stored_by"} (yaml null: deleted, so that versions
+never repeat), `policy_history/TENANT/VERSION` what was replaced, `tenants` the whole TenantDirectory. Every change is
+a compare-and-set; the view follows the registry by watch, so that several placement services agree, and is checked
+whole before it is used.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +24,8 @@ from placement.policy.model import parse_policy
 
 log = get_logger(__name__)
 POLICY_PREFIX = "policies/"  # also what the registry lets core nodes read
+HISTORY_PREFIX = "policy_history/"
+KEPT_VERSIONS = 100
 TENANTS_KEY = "tenants"
 _CAS_ATTEMPTS = 8
 OnChange = Callable[[], None]
@@ -34,9 +38,13 @@ class StoredPolicy:
     tenant: str
     yaml: str | None
     version: int
+    stored_unix_s: float = 0.0
+    stored_by: str = ""
 
     def to_json(self) -> bytes:
-        return json.dumps({"version": self.version, "yaml": self.yaml}, sort_keys=True).encode()
+        body: dict[str, object] = {"version": self.version, "yaml": self.yaml}
+        body |= {"stored_unix_s": self.stored_unix_s, "stored_by": self.stored_by}
+        return json.dumps(body, sort_keys=True).encode()
 
     @classmethod
     def from_value(cls, value: Value) -> StoredPolicy:
@@ -46,9 +54,11 @@ class StoredPolicy:
             yaml, version = body["yaml"], body["version"]
             if not (yaml is None or isinstance(yaml, str)) or not isinstance(version, int) or version < 1:
                 raise TypeError("a field has another type")
+            at_s, by = float(body.get("stored_unix_s", 0.0)), str(body.get("stored_by", ""))
         except (ValueError, KeyError, TypeError) as exc:
             raise PayloadCorrupt(f"the registry's value {value.key!r} is not a stored policy") from exc
-        return cls(tenant=value.key.removeprefix(POLICY_PREFIX), yaml=yaml, version=version)
+        tenant = value.key.split("/")[1]
+        return cls(tenant=tenant, yaml=yaml, version=version, stored_unix_s=at_s, stored_by=by)
 
 
 class PolicyReader:
@@ -104,16 +114,23 @@ class PolicyReader:
 class PolicyStore(PolicyReader):
     """Reads and changes policies."""
 
-    async def put(self, tenant: str, yaml: str, expected_version: int | None) -> int:
-        """Check and store a document; returns its version. Raises InvalidRequest (with line and column),
-        RevisionMismatch."""
-        parse_policy(yaml, version=1)
-        return await self._write(tenant, yaml, expected_version)
+    async def put(self, tenant: str, yaml: str, expected_version: int | None, *, by: str = "") -> int:
+        """Check and store a document; returns its version. `by`: id of the key that does it. Raises InvalidRequest
+        (with line and column), RevisionMismatch."""
+        await asyncio.to_thread(parse_policy, yaml, version=1)  # a large one takes a second
+        return await self._write(tenant, yaml, expected_version, by)
 
-    async def delete(self, tenant: str) -> None:
+    async def delete(self, tenant: str, *, by: str = "") -> None:
         """The tenant has the built-in policy from now on. Raises NotFound."""
         self.get(tenant)
-        await self._write(tenant, None, None)
+        await self._write(tenant, None, None, by)
+
+    async def history(self, tenant: str) -> tuple[StoredPolicy, ...]:
+        """Versions that are kept, the newest first. Raises PayloadCorrupt."""
+        values = await self._registry.list_values(f"{HISTORY_PREFIX}{tenant}/")
+        now = await self._registry.get(POLICY_PREFIX + tenant)
+        found = {s.version: s for s in map(StoredPolicy.from_value, (*values, *([now] if now else ())))}
+        return tuple(found[version] for version in sorted(found, reverse=True))
 
     def get(self, tenant: str) -> StoredPolicy:
         """Raises NotFound."""
@@ -124,14 +141,16 @@ class PolicyStore(PolicyReader):
             )
         return found
 
-    async def _write(self, tenant: str, yaml: str | None, expected_version: int | None) -> int:
+    async def _write(self, tenant: str, yaml: str | None, expected_version: int | None, by: str) -> int:
         key = POLICY_PREFIX + tenant
         for _ in range(_CAS_ATTEMPTS):
             value = await self._registry.get(key)
             now = self._version_of(tenant, value)
             if expected_version is not None and expected_version != now:
                 raise RevisionMismatch(f"the policy of {tenant} is at version {now}, not {expected_version}")
-            entry = StoredPolicy(tenant=tenant, yaml=yaml, version=now + 1)
+            entry = StoredPolicy(tenant=tenant, yaml=yaml, version=now + 1, stored_unix_s=time.time(), stored_by=by)
+            if value is not None:
+                await self._archive(tenant, now, value)
             try:
                 await self._registry.put(key, entry.to_json(), expected_version=0 if value is None else value.version)
             except RevisionMismatch:
@@ -139,6 +158,13 @@ class PolicyStore(PolicyReader):
             self._use(await self._registry.list_values(POLICY_PREFIX))
             return entry.version
         raise RevisionMismatch(f"the policy of {tenant} keeps changing under us: try again")
+
+    async def _archive(self, tenant: str, version: int, value: Value) -> None:
+        """Keep what is about to be replaced. Before it is: so nothing is lost if this process dies in between, and
+        doing it twice changes nothing."""
+        await self._registry.put(_history_key(tenant, version), value.value, expected_version=None)
+        if version > KEPT_VERSIONS:
+            await self._registry.delete(_history_key(tenant, version - KEPT_VERSIONS))
 
     def _version_of(self, tenant: str, value: Value | None) -> int:
         """The tenant's newest version; of a value that is lost or damaged the last that was seen here."""
@@ -149,6 +175,10 @@ class PolicyStore(PolicyReader):
             return StoredPolicy.from_value(value).version
         except PayloadCorrupt:
             return seen
+
+
+def _history_key(tenant: str, version: int) -> str:
+    return f"{HISTORY_PREFIX}{tenant}/{version:012d}"
 
 
 class TenantStore:

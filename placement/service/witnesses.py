@@ -93,12 +93,13 @@ class Witnesses:
             self._kept[place.node_id] = await self._desk.keep(result.witness.head, of=place.uri)
 
 
-def admin_recorder(audit: AuditLog) -> Callable[[str, dict[str, str]], Awaitable[None]]:
-    """Writes an admin's action, with who asked, before it is done."""
+def admin_recorder(audit: AuditLog) -> Callable[[str, dict[str, str]], Awaitable[str]]:
+    """Writes an admin's action, with who asked, before it is done; returns the id of the asker's key."""
 
-    async def record(action: str, facts: dict[str, str]) -> None:
+    async def record(action: str, facts: dict[str, str]) -> str:
         who = current_principal()
         actor = {"tenant": who.tenant, "key_id": who.key_id, "role": who.role.name}
         await audit.append(EntryKind.ADMIN, {"actor": actor, "action": action, **facts})
+        return who.key_id
 
     return record

@@ -111,11 +111,17 @@ class FakeEntry(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
 class FakePolicies(admin_pb2_grpc.PoliciesServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self.stored: dict[str, admin_pb2.StoredPolicy] = {}
+        self.history: list[admin_pb2.StoredPolicy] = []
+
+    async def History(self, request: Any, context: Any) -> admin_pb2.PolicyHistoryResponse:
+        found = [p for p in reversed(self.history) if p.tenant == request.tenant]
+        return admin_pb2.PolicyHistoryResponse(policies=found)
 
     async def Put(self, request: admin_pb2.PutPolicyRequest, context: Any) -> admin_pb2.PutPolicyResponse:
         old = self.stored.get(request.tenant)
         version = (old.version if old else 0) + 1
         self.stored[request.tenant] = admin_pb2.StoredPolicy(tenant=request.tenant, yaml=request.yaml, version=version)
+        self.history.append(self.stored[request.tenant])
         return admin_pb2.PutPolicyResponse(version=version)
 
     async def Get(self, request: admin_pb2.GetPolicyRequest, context: Any) -> admin_pb2.GetPolicyResponse:

@@ -195,9 +195,8 @@ def test_policies(app: typer.Typer, mesh: Mesh, tmp_path: Path) -> None:
     applied = _run(app, mesh, "policy", "apply", "-", "--tenant", "dev", "--json", stdin="a: 2\n")
     assert _json_lines(applied) == [{"tenant": "dev", "version": 2}]
     assert _run(app, mesh, "policy", "get", "dev").stdout == "a: 2\n"
-    assert _json_lines(_run(app, mesh, "policy", "list", "--json")) == [
-        [{"tenant": "dev", "yaml": "a: 2\n", "version": 2}]
-    ]
+    ((listed,),) = _json_lines(_run(app, mesh, "policy", "list", "--json"))
+    assert (listed["tenant"], listed["yaml"], listed["version"]) == ("dev", "a: 2\n", 2)
     assert "dev" in _run(app, mesh, "policy", "list").stdout
     assert "valid" in _run(app, mesh, "policy", "validate", str(file)).stdout
     assert "built-in" in _run(app, mesh, "policy", "delete", "dev").stdout
@@ -289,3 +288,18 @@ def test_messages_as_json() -> None:
 )
 def test_sizes(n: int, words: str) -> None:
     assert size_words(n) == words
+
+
+def test_a_policy_s_history(app: typer.Typer, mesh: Mesh, tmp_path: Path) -> None:
+    for text in ("a: 1\n", "a: 2\n"):
+        _run(app, mesh, "policy", "apply", "-", "--tenant", "hist", stdin=text)
+    ((newest, oldest),) = _json_lines(_run(app, mesh, "policy", "history", "hist", "--json"))
+    assert (newest["version"], oldest["version"]) == (2, 1)
+    assert "not known" in _run(app, mesh, "policy", "history", "hist").stdout
+    assert _run(app, mesh, "policy", "diff", "hist", "1").stdout.splitlines()[-2:] == ["-a: 1", "+a: 2"]
+    assert _run(app, mesh, "policy", "diff", "hist", "2", "2").stdout == ""
+    rolled = _run(app, mesh, "policy", "rollback", "hist", "1", "--json")
+    assert _json_lines(rolled) == [{"tenant": "hist", "version": 3, "as": 1}]
+    assert _run(app, mesh, "policy", "get", "hist").stdout == "a: 1\n"
+    assert isinstance(_run(app, mesh, "policy", "rollback", "hist", "9").exception, NotFound)
+    assert isinstance(_run(app, mesh, "policy", "diff", "hist", "9").exception, NotFound)

@@ -33,10 +33,11 @@ class Recorded:
         self.actions: list[tuple[str, dict[str, str]]] = []
         self.error: MeshError | None = None
 
-    async def __call__(self, action: str, facts: dict[str, str]) -> None:
+    async def __call__(self, action: str, facts: dict[str, str]) -> str:
         if self.error is not None:
             raise self.error
         self.actions.append((action, facts))
+        return "key-1"
 
 
 @pytest.fixture
@@ -175,3 +176,26 @@ async def test_nothing_changes_that_cannot_be_written_down(policies: PoliciesSer
         await put(policies)
     with pytest.raises(NotFound):
         await policies.Get(admin.GetPolicyRequest(tenant="acme"), NO_CONTEXT)
+
+
+async def test_versions_are_kept_with_who_and_when(policies: PoliciesServicer, recorded: Recorded) -> None:
+    await put(policies)
+    await put(policies, yaml="version: 1")
+    await policies.Delete(admin.DeletePolicyRequest(tenant="acme"), NO_CONTEXT)
+    response = await policies.History(admin.PolicyHistoryRequest(tenant="acme"), NO_CONTEXT)
+    assert [(p.version, p.yaml, p.deleted) for p in response.policies] == [
+        (3, "", True), (2, "version: 1", False), (1, YAML, False),
+    ]  # fmt: skip
+    assert {p.stored_by for p in response.policies} == {"key-1"}
+    assert all(p.stored_unix_s > 0 for p in response.policies)
+    with pytest.raises(NotFound):
+        await policies.History(admin.PolicyHistoryRequest(tenant="nobody"), NO_CONTEXT)
+
+
+async def test_old_versions_go_in_the_end(
+    policies: PoliciesServicer, stores: tuple[PolicyStore, TenantStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("placement.service.stores.KEPT_VERSIONS", 3)
+    for _ in range(6):
+        await put(policies)
+    assert [p.version for p in await stores[0].history("acme")] == [6, 5, 4, 3]
