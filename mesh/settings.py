@@ -150,6 +150,8 @@ class CoreEngine(Group):
     """cpu, cuda or cuda:N."""
     dtype: Annotated[str, Field(pattern=r"^(bf16|f32|int8)$")] = "bf16"
     """Precision of weights and arithmetic: bf16, f32, or int8 (weights only)."""
+    exact: bool = False
+    """Tokens never depend on a request's company, to the bit: slower in torch, free where the compiled step runs."""
     n_threads: AutoCount = 0
     """Compute threads; 0: as many as the CPUs this process may use. Counts of one machine must add up to its cores."""
     kv_pool_tokens: AutoCount = 0

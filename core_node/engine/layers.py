@@ -45,6 +45,10 @@ class Arithmetic(Protocol):
         """Over the last dimension, in f32; in x's dtype."""
         ...
 
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up."""
+        ...
+
     def attend(self, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         """See attention.attend."""
         ...
@@ -59,6 +63,9 @@ class FastArithmetic:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return silu(gate) * up
 
     def attend(self, q: torch.Tensor, k_layer: torch.Tensor, v_layer: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         return attend(q, k_layer, v_layer, layout)
@@ -102,7 +109,7 @@ class LayerStep:
     def swiglu(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         """SwiGLU feed-forward: [rows, hidden]."""
         gate, up = self.arithmetic.linear(x, gate_up).chunk(2, dim=-1)
-        return self.arithmetic.linear(silu(gate) * up, down)
+        return self.arithmetic.linear(self.arithmetic.gated(gate, up), down)
 
     def _rotated(self, x: torch.Tensor) -> torch.Tensor:
         return rotate(x, self.cos, self.sin, self.pairs)

@@ -9,7 +9,9 @@ import torch
 
 from core_node.engine.architectures import architecture_of
 from core_node.engine.decoder import DecoderModel
+from core_node.engine.exact import ExactArithmetic
 from core_node.engine.kernel_step import KernelStep
+from core_node.engine.layers import FastArithmetic
 from core_node.engine.runner import StepModel, TorchStep
 from core_node.engine.settings import CoreEngineSettings
 from core_node.engine.weights import ModelWeights, WeightSource, load_weights, n_parameters
@@ -42,7 +44,7 @@ def load_model(
     refusal = kernels_refusal(settings, description, kv_dtype, device)
     if refusal is None:
         try:
-            model = KernelStep.load(
+            step = KernelStep.load(
                 description,
                 source,
                 max_positions=max_positions,
@@ -54,14 +56,17 @@ def load_model(
         except NotImplementedHere as exc:
             refusal = str(exc)
         else:
-            return model, Backend(name=model.name, reason="this processor has what they need")
+            batch = "; exact: their rows never depend on the batch" if settings.exact else ""
+            return step, Backend(name=step.name, reason=f"this processor has what they need{batch}")
     if settings.backend == "kernels":
         raise InvalidRequest(f"backend kernels cannot run: {refusal}", field="backend")
     dtype = torch.float32 if settings.dtype == "f32" else torch.bfloat16
     weights = load_weights(description, source, dtype, device)
     if settings.dtype == "int8":
         weights = rounded_to_int8(weights)
-    return TorchStep(DecoderModel(description, weights, max_positions)), Backend(name="torch", reason=refusal)
+    arithmetic = ExactArithmetic() if settings.exact else FastArithmetic()
+    model = DecoderModel(description, weights, max_positions, arithmetic)
+    return TorchStep(model), Backend(name="torch, exact" if settings.exact else "torch", reason=refusal)
 
 
 def kernels_refusal(

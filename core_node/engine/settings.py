@@ -20,8 +20,10 @@ class CoreEngineSettings:
     `dtype` is the precision of weights and arithmetic ("bf16" or "f32"; "int8": weights with one scale a row,
     arithmetic in bf16), `kv_dtype` that of the KV pool and of what is exported; None: that of the arithmetic.
     `backend`: the compiled "kernels" (CPU; bf16 or int8 over bf16 KV), "torch", or "auto": the kernels where they
-    can run. The pool's size is `kv_pool_tokens`, or `kv_pool_bytes` if that is 0, or chosen by the engine if both
-    are 0. `n_threads` 0: as many as the CPUs that this process may use (affinity and control group quota).
+    can run. `exact`: a sequence's logits do not depend, to the bit, on what else is in a step or on how its prompt
+    was cut; the kernels are so anyway, torch is slower for it. The pool's size is `kv_pool_tokens`, or
+    `kv_pool_bytes` if that is 0, or chosen by the engine if both are 0. `n_threads` 0: as many as the CPUs that this
+    process may use (affinity and control group quota).
     `policy` names who is admitted first (see policies); `ageing_s` of waiting make up for one step of priority,
     `starvation_s` of it go before everything else. `tpot_target_s`: prefill beside decoding sequences is cut so that a
     step lasts no longer; 0: by `max_step_tokens` alone. `swap_bytes`: host memory for preempted KV; 0: none.
@@ -34,6 +36,7 @@ class CoreEngineSettings:
     device: str = "cpu"
     n_threads: int = 0
     backend: str = "auto"
+    exact: bool = False
     kv_pool_tokens: int = 0
     kv_pool_bytes: int = 0
     max_context_tokens: int = 0  # 0: the model's own

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
+import torch
 
+from core_node.bench.company import random_fate, together
 from core_node.engine.engine import CoreEngine
 from core_node.engine.settings import CoreEngineSettings
 from mesh.kv.geometry import KvDtype
@@ -14,7 +17,7 @@ from mesh.model.tokenizer import Tokenizer, load_tokenizer
 from mesh.node.engine import Finished, FinishReason, ImportSpec, RunId
 from tests.conformance.engine_runs import greedy, hold_prefix, run, run_spec
 from tests.core_node.engine.demo_model import demo_model_path, demo_prompts, demo_reference
-from tests.core_node.engine.reference import Reference
+from tests.core_node.engine.reference import Agreement, Reference
 from tests.core_node.engine.test_exactness import check, generate
 
 pytestmark = pytest.mark.model
@@ -65,6 +68,49 @@ async def test_f32_equals_the_reference(
     agreement = check(reference, prompts, outcomes, n_tokens, variant)
     assert agreement.wrong == 0
     assert (load.preempted_total > 0) == (variant == "preempted")
+
+
+async def random_schedule(
+    path: Path, reference: Reference, tokenizer: Tokenizer, *, n_prompts: int, n_tokens: int, seed: int
+) -> None:
+    """Many requests over two engines, each to a random fate; every token is held against the reference."""
+    texts = [f"{text} {i}." if i >= 50 else text for i in range(n_prompts) for text in [demo_prompts()[i * 7 % 50]]]
+    prompts = [tuple(tokenizer.encode(text)) for text in texts]
+    rng = random.Random(seed)
+    engines = (
+        CoreEngine(settings(path, max_step_tokens=rng.choice([48, 100]), kv_pool_tokens=640)),
+        CoreEngine(settings(path, kv_pool_tokens=1024)),
+    )
+    try:
+        await asyncio.gather(*(engine.start() for engine in engines))
+        fates = [random_fate(rng, len(prompt), n_tokens) for prompt in prompts]
+        got = await together(engines, prompts, fates, n_tokens)
+        for engine in engines:
+            await engine.check_integrity()
+    finally:
+        for engine in engines:
+            await engine.close()
+    agreement = Agreement()
+    with torch.inference_mode():
+        for prompt, ids in zip(prompts, got, strict=True):
+            assert len(ids) == n_tokens
+            agreement.add(reference.logits(prompt + ids), len(prompt), ids)
+    print(f"\n{n_prompts} prompts, seed {seed}: {agreement}")
+    assert agreement.wrong == 0
+    assert agreement.equal > 0.99 * n_prompts * n_tokens
+
+
+async def test_a_random_schedule_of_20_prompts(path: Path, reference: Reference, tokenizer: Tokenizer) -> None:
+    await random_schedule(path, reference, tokenizer, n_prompts=20, n_tokens=8, seed=1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [2, 3, 4])
+async def test_random_schedules_of_200_prompts(
+    seed: int, path: Path, reference: Reference, tokenizer: Tokenizer
+) -> None:
+    await random_schedule(path, reference, tokenizer, n_prompts=200, n_tokens=16, seed=seed)
 
 
 async def test_bf16_is_close_to_the_reference(path: Path, reference: Reference, prompts: list[tuple[int, ...]]) -> None:
