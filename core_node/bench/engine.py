@@ -26,7 +26,8 @@ from mesh.model.catalogue import DEMO_MODEL, find_model
 from mesh.model.description import describe
 
 _OF_THE_WORK = (
-    "threads", "concurrency", "shared_prefix", "open_loop_requests", "ttft_goal_s", "tpot_goal_s", "seed",
+    "threads", "concurrency", "shared_prefix", "open_loop_requests", "ttft_goal_s", "tpot_goal_s", "seed", "vllm_dtype",
+    "vllm_eager",
 )  # fmt: skip
 
 
@@ -39,6 +40,8 @@ class EngineBench:
         "peers": "auto",
         "ours": "kvmesh,kvmesh-int8,kvmesh-http",
         "peers_folder": "~/kvmesh-peers",
+        "vllm_dtype": "bfloat16",
+        "vllm_eager": False,
         "model": DEMO_MODEL,
         "threads": 2,
         "concurrency": "1,8,32",
@@ -66,6 +69,8 @@ class EngineBench:
             model=model,
             peers_folder=_path(context.text("peers_folder")) or Path(),
             threads=context.count("threads"),
+            vllm_dtype=context.text("vllm_dtype"),
+            vllm_eager=bool(context.settings["vllm_eager"]),
         )
         engines = chosen(bench, context.text("ours"), context.text("peers"))
         record = Record.open(_path(context.text("record")), _work(context, model))

@@ -1,14 +1,14 @@
-"""`kvmesh bench NAME [--json FILE]`: run one benchmark, show its table, write its result.
+"""`kvmesh bench NAME [--KEY VALUE ...] [--json FILE]`: run one benchmark, show its table, write its result.
 
-Benchmarks are found by the entry points `kvmesh.benches`, each an object of the Bench protocol. Exit code 0 means
-that it ran, whatever it found.
+Every setting of a benchmark is also a flag (`--peers vllm` is `--set peers=vllm`). Benchmarks are found by the entry
+points `kvmesh.benches`, each an object of the Bench protocol. Exit code 0 means that it ran, whatever it found.
 """
 
 from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -29,8 +29,9 @@ BENCHES = "kvmesh.benches"
 def register(app: typer.Typer) -> None:
     """Add the command."""
 
-    @app.command("bench")
+    @app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def bench(
+        context: typer.Context,
         name: Annotated[str | None, typer.Argument(help="Which benchmark.")] = None,
         json_file: Annotated[
             Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
@@ -40,13 +41,13 @@ def register(app: typer.Typer) -> None:
         ] = None,
         list_all: Annotated[bool, typer.Option("--list", help="The benchmarks, their questions and settings.")] = False,
     ) -> None:
-        """Measure something of the mesh."""
+        """Measure something of the mesh; `--list` shows what. Each setting is also a flag, `--KEY VALUE`."""
         found = benches()
         if list_all or name is None:
             _print_list(found)
             return
         chosen = choose(found, name)
-        values = with_settings(chosen, settings or [])
+        values = with_settings(chosen, [*(settings or []), *flags(context.args)])
         result = run(chosen, values)
         print_result(Console(), chosen, result)
         if json_file is not None:
@@ -66,6 +67,18 @@ def choose(found: Mapping[str, Bench], name: str) -> Bench:
     near = difflib.get_close_matches(name, found, n=1)
     hint = f"did you mean {near[0]}?" if near else "kvmesh bench --list shows all"
     raise NotFound(f"there is no benchmark {name!r}; {hint}")
+
+
+def flags(words: Sequence[str]) -> list[str]:
+    """`--some-key VALUE` and `--some-key=VALUE` as texts `some_key=VALUE`. Raises InvalidRequest for words between."""
+    changes, left = [], list(words)
+    while left:
+        word = left.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not key or not (equals or left):
+            raise InvalidRequest(f"settings are given as --KEY VALUE or --set KEY=VALUE, got {word!r}", field="set")
+        changes.append(f"{key.replace('-', '_')}={value if equals else left.pop(0)}")
+    return changes
 
 
 def with_settings(bench: Bench, changes: list[str]) -> dict[str, Cell]:

@@ -43,15 +43,18 @@ class EngineCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What the engines get: the model file, its folder of peers, compute threads."""
+    """What the engines get: the model file, the folder of peers, compute threads; vLLM's dtype by its own name, and
+    whether it compiles (its default) or computes eagerly."""
 
     model: Path
     peers_folder: Path
     threads: int
+    vllm_dtype: str = "bfloat16"
+    vllm_eager: bool = False
 
 
 OURS = ("kvmesh", "kvmesh-int8", "kvmesh-http")
-PEERS = ("openvino", "vllm", "vllm-serve", "llama-server", "llama-server-bf16")
+PEERS = ("openvino", "vllm", "vllm-serve", "llama-server", "llama-server-bf16", "xllamacpp")
 
 
 def chosen(bench: Bench, ours: str, peers: str) -> list[EngineCommand]:
@@ -84,6 +87,7 @@ def _find(bench: Bench, name: str) -> EngineCommand:
         "vllm-serve": _vllm_serve,
         "llama-server": _llama_server,
         "llama-server-bf16": _llama_server,
+        "xllamacpp": _xllamacpp,
     }[name]
     return find(bench, name)
 
@@ -120,7 +124,14 @@ def _vllm(bench: Bench, name: str) -> EngineCommand:
         name=name,
         kind=Kind.LIBRARY,
         ours=False,
-        command=(str(python), str(DRIVERS / "vllm_driver.py"), str(model), str(bench.threads)),
+        command=(
+            str(python),
+            str(DRIVERS / "vllm_driver.py"),
+            str(model),
+            str(bench.threads),
+            bench.vllm_dtype,
+            "eager" if bench.vllm_eager else "compiled",
+        ),
         environment=_vllm_environment(bench.threads),
         needs=(python, model / "config.json"),
     )
@@ -133,7 +144,9 @@ def _vllm_environment(threads: int) -> dict[str, str]:
 def _vllm_serve(bench: Bench, name: str) -> EngineCommand:
     model = bench.peers_folder / "hf-model"
     python = bench.peers_folder / "vllm" / "venv" / "bin" / "python"
-    flags = ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64", "--enable-prefix-caching"]
+    flags = ["--dtype", bench.vllm_dtype, "--max-model-len", "2048", "--max-num-seqs", "64", "--enable-prefix-caching"]
+    if bench.vllm_eager:
+        flags.append("--enforce-eager")
     serve = [
         str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", "{port}",
         "--model", str(model), "--served-model-name", "bench", *flags,
@@ -158,6 +171,17 @@ def _llama_server(bench: Bench, name: str) -> EngineCommand:
     return _server(
         name, serve, needs=(program, model), said=f"llama.cpp's server, {model.name}, {' '.join(flags)}", body={}
     )
+
+
+def _xllamacpp(bench: Bench, name: str) -> EngineCommand:
+    python = bench.peers_folder / "xllamacpp" / "venv" / "bin" / "python"
+    sizes = [str(bench.threads), str(_SLOTS), str(_SLOTS * _SLOT_TOKENS)]
+    serve = [str(python), str(DRIVERS / "xllamacpp_server.py"), str(bench.model), "{port}", *sizes]
+    said = (
+        f"llama.cpp's server as xllamacpp carries it, {bench.model.name}, {bench.threads} threads, {_SLOTS} slots "
+        f"of {_SLOT_TOKENS} tokens"
+    )
+    return _server(name, serve, needs=(python, bench.model), said=said, body={})
 
 
 def _server(

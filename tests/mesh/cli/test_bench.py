@@ -57,6 +57,23 @@ def test_it_writes_json_and_exits_0_even_if_goals_are_missed(app: typer.Typer, t
     assert written["machine"]["cores"] >= 1
 
 
+def test_every_setting_is_a_flag_too(app: typer.Typer, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    result = CliRunner().invoke(app, ["bench", "doubling", "--x", "3", "--json", str(file), "--label=b=c"])
+    assert result.exit_code == 0
+    assert json.loads(file.read_text())["settings"] == {"x": 3.0, "rounds": 1, "label": "b=c", "exact": True}
+
+
+@pytest.mark.parametrize("words", [["x", "3"], ["--x"], ["--", "3"], ["--x", "3", "y"], ["-x", "3"]])
+def test_words_that_are_no_flags_are_refused(words: list[str]) -> None:
+    with pytest.raises(InvalidRequest, match="settings are given as --KEY VALUE"):
+        bench_cli.flags(words)
+
+
+def test_dashes_of_a_flag_are_underscores() -> None:
+    assert bench_cli.flags(["--probe-tolerance-ratio", "0.2"]) == ["probe_tolerance_ratio=0.2"]
+
+
 def test_list_tells_questions(app: typer.Typer) -> None:
     for arguments in (["bench", "--list"], ["bench"]):
         result = CliRunner().invoke(app, arguments)
