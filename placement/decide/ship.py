@@ -14,7 +14,7 @@ Pure; arrays over [codecs, sources, targets].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -191,10 +191,13 @@ def score_split(
 
     Of ways that are about as fast, the codec that loses less is taken, and shipping all over computing a part.
     Infinite where no codec is allowed."""
+    allowed = np.flatnonzero(allowed_codecs(times, request, max_loss_ratio))
+    if not len(allowed):
+        never = np.full((len(prefill), len(decode)), np.inf)
+        return Predicted(ttft_s=never, total_s=never, cost_s=never)
+    times = replace(times, codecs=times.codecs.only(allowed))
     ways = shipping(snapshot, times, request, prefill, decode, settings)
-    closed = ~allowed_codecs(times, request, max_loss_ratio)
     there_s = np.stack((ways.ship_s, ways.both_s), axis=1)  # [codecs, ship or both, sources, targets]
-    there_s[closed] = np.inf
     for shipment, at in ((Shipment.SHIP, 1), (Shipment.BOTH, 0)):
         if request.wish.shipment is shipment:
             there_s[:, at] = np.inf
@@ -218,6 +221,6 @@ def score_split(
         ttft_s=predicted.ttft_s,
         total_s=predicted.total_s,
         cost_s=np.where(possible, predicted.cost_s, np.inf),
-        codec=codec,
+        codec=allowed[codec],
         own_tokens=own,
     )

@@ -68,6 +68,16 @@ class CodecTable:
     encode_s: FloatArray
     decode_s: FloatArray
 
+    def only(self, codecs: IntArray) -> CodecTable:
+        """The table of these codecs, by number, in this order."""
+        return CodecTable(
+            names=tuple(self.names[i] for i in codecs),
+            bytes_ratio=self.bytes_ratio[codecs],
+            loss_ratio=self.loss_ratio[codecs],
+            encode_s=self.encode_s[:, codecs],
+            decode_s=self.decode_s[:, codecs],
+        )
+
     @classmethod
     def plain(cls, n_nodes: int) -> CodecTable:
         """f16 everywhere, at no cost: what nodes can do that declare nothing."""

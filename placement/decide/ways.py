@@ -92,7 +92,8 @@ def rank(
     ):
         if len(first) and len(then):
             soonest = np.lexsort((tie_rank[first], times.wait_s[first] + times.prefill_s[first]))
-            first = first[soonest[: settings.prefill_nodes]]
+            few = max(2, settings.most_pairs // len(then))
+            first = first[soonest[: min(few, settings.prefill_nodes)]]
             predicted = with_harm(score(snapshot, times, request, first, then, settings), harm_s[first][:, None])
             names = times.codecs.names
             found.extend(_best_pairs(shape, first, then, predicted, snapshot, settings, tie_rank, names))
