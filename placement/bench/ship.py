@@ -32,6 +32,7 @@ _VOCAB_RANGE = (1000, 40_000)  # ordinary tokens of the demo model
 _SITE, _LABEL = "osaka", "public"
 _LOCAL = "prefill here"
 _SETTLE_S = 20.0  # for the edge's link model to see a link that was changed
+_LOAD_LAG_S = 1.5  # the edge hears of the core's load every second; the prompt just prepared must not count as load
 _STOP_AFTER = 3.0  # times the prefill at the edge
 
 Way = tuple[str, str]
@@ -50,6 +51,7 @@ class _CellRun:
     predicted_s: list[float] = field(default_factory=list)
     seen_link: tuple[float, float] = (0.0, 0.0)  # round trip in seconds and goodput in bytes/s, by the edge's probes
     stopped: set[Way] = field(default_factory=set)
+    why: str = ""  # the planner's sentence of the last round
 
     @property
     def choice(self) -> Way:
@@ -178,9 +180,11 @@ async def _measure(
     run = _CellRun(*cell)
     for number in range(rounds):
         prompt = await _prepared(edge, run.tokens, rng)
+        await asyncio.sleep(_LOAD_LAG_S)
         run.seen_link = await _core_view(edge)
         plan = (await edge.explain(prompt, site=_SITE, label=_LABEL, max_tokens=1)).decision.plan
         run.choices[_way_of(plan)] += 1
+        run.why = plan.why
         run.predicted_s.append(plan.predicted_ttft_s)
         open_ways = [w for w in ways if w not in run.stopped and _is_open(plan, w)]
         for way in [("", ""), *(open_ways[1:] if number % 2 == 0 else reversed(open_ways[1:]))]:
@@ -237,7 +241,7 @@ def _result(found: Sequence[_CellRun], ways: Sequence[Way], context: BenchContex
     judged = [run for run in found if run.choice in run.seen_s]
     good = sum(run.within(run.best) for run in judged)
     no_worse = sum(run.within(("", "")) for run in judged)
-    notes = [f"{words(run.best)} wins {run.mbit:g} Mbit/s, {run.rtt_ms:g} ms, {run.tokens} tokens" for run in judged]
+    notes = [f"{run.mbit:g} Mbit/s, {run.rtt_ms:g} ms, {run.tokens} tokens: {run.why}" for run in found]
     if len(judged) < len(found):
         notes.append(f"{len(found) - len(judged)} cells could not be judged: the choice was never measured")
     if context.text("plot"):
