@@ -20,6 +20,7 @@ _DECAY = 0.5 ** (1.0 / _HALF_LIFE_STEPS)
 _SCALE = np.array([1.0, 32.0, 16_384.0, 256.0, 256.0 * 1024.0])
 _RIDGE = 1e-6
 _FEW_STEPS = 4
+_REFIT_STEPS = 8  # between fits, unless a step was larger than all before it
 _OUTLIER_RATIO = 4.0
 _SPREAD_WEIGHT = 0.05
 
@@ -60,15 +61,18 @@ class StepTimeFit:
         """One measured step. One that took far longer than predicted (the machine did something else) counts only up to
         a multiple of the prediction, unless it is larger than all before it: of those a prediction says little."""
         x = _features(work)
-        predicted_s = self.predict_s(work) if (x <= self._largest).all() else None
-        self._largest = np.maximum(self._largest, x)
+        known = bool((x <= self._largest).all())
+        predicted_s = self.predict_s(work) if known else None
+        if not known:
+            self._largest = np.maximum(self._largest, x)
         if predicted_s is not None and predicted_s > 0:
             duration_s = min(duration_s, _OUTLIER_RATIO * predicted_s)
             self._spread_ratio += _SPREAD_WEIGHT * (abs(duration_s / predicted_s - 1) - self._spread_ratio)
         self._squares = _DECAY * self._squares + np.outer(x, x)
         self._products = _DECAY * self._products + duration_s * x
         self._steps += 1
-        self._fitted = None
+        if not known or self._steps % _REFIT_STEPS == 0:
+            self._fitted = None
 
     def predict_s(self, work: StepWork) -> float | None:
         """None: too few steps were measured."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from core_node.engine import loading
+from core_node.engine import loading, scheduler
 from core_node.engine.core import EngineCore
 from core_node.engine.engine import CoreEngine
 from core_node.engine.runner import Runner
@@ -374,3 +375,56 @@ def test_settings_are_checked(changes: dict[str, object], field: str) -> None:
 
 def test_defaults_are_valid() -> None:
     CoreEngineSettings(model_path=Path("m.gguf"), model_id="m")
+
+
+# --- samples of one prompt ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_tokens", [10, 32, 45])
+async def test_samples_together_are_what_each_is_alone(n_tokens: int, tiny_gguf: Path) -> None:
+    """They share the prompt's blocks, and the block that they write into is copied."""
+
+    async def samples(engine: CoreEngine, together: bool) -> list[tuple[int, ...]]:
+        prompt = prompt_of(engine, n_tokens)
+        specs = [run_spec(f"s{i}", prompt, greedy(12, temperature=1.0, sample_index=i)) for i in range(5)]
+        if together:
+            return [o.ids for o in await asyncio.gather(*(run(engine, spec) for spec in specs))]
+        return [(await run(engine, replace(spec, salt=spec.run_id.encode()))).ids for spec in specs]
+
+    engine = CoreEngine(tiny_settings(tiny_gguf))
+    await engine.start()
+    alone = await samples(engine, together=False)
+    before = await engine.load()
+    assert await samples(engine, together=True) == alone
+    assert len(set(alone)) > 2
+    load = await engine.load()
+    await engine.check_integrity()
+    await engine.close()
+    if n_tokens > 16:  # the first computes everything, the others one position each
+        assert load.cached_tokens_total - before.cached_tokens_total == 4 * (n_tokens - 1)
+
+
+async def test_an_unknown_policy_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    engine = CoreEngine(tiny_settings(tmp_path / "none.gguf", policy="best"))
+    with pytest.raises(InvalidRequest, match="no scheduling policy 'best'"):
+        await engine.start()
+    await engine.close()
+
+
+async def test_a_small_pool_swaps_and_gives_the_same_tokens(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "swap_is_cheaper", lambda *_: True)  # this model is too small for it to be
+
+    async def tokens(pool_tokens: int) -> tuple[list[tuple[int, ...]], int]:
+        engine = CoreEngine(tiny_settings(tiny_gguf, kv_pool_tokens=pool_tokens))
+        await engine.start()
+        specs = [run_spec(f"r{i}", prompt_of(engine, 40, seed=i), greedy(60)) for i in range(4)]
+        ids = [o.ids for o in await asyncio.gather(*(run(engine, spec) for spec in specs))]
+        await engine.check_integrity()
+        swapped: int = await engine._thread.call(lambda core: core._scheduler.swapped_total)
+        await engine.close()
+        return ids, swapped
+
+    roomy, none = await tokens(1024)
+    tight, some = await tokens(256)
+    assert (none, some > 0) == (0, True)
+    assert tight == roomy
