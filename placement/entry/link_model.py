@@ -24,6 +24,8 @@ _FAR_RATIO = 1.5  # of a sample to the average, either way: noise is less, mostl
 _NEAR_RATIO = 1.3
 _SLOW_RATIO = 0.5  # of a transfer's rate to the model's: worth a probe
 _LEAST_PROBE_GAP_S = 3.0
+_LARGE_PROBE_BYTES = 1024 * 1024
+_FAT_BYTES_PER_S = 3e6  # a small probe over such a link tells of its shaper's burst, not of its rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,10 @@ class _Average:
 
     def age_s(self, now_s: float) -> float:
         return now_s - self._at_s
+
+    def forget(self) -> None:
+        """The next sample is the value."""
+        self.value = self._last = None
 
     def add(self, sample: float, now_s: float) -> None:
         last, self._last = self._last, sample
@@ -75,6 +81,7 @@ class LinkModel:
         self._rtt = _Average()
         self._goodput = _Average()
         self._suspect = 0  # probes that are due since something does not fit
+        self._probed_bytes = 0  # by the last probe
 
     def saw_round_trip(self, rtt_s: float, *, now_s: float) -> None:
         """A small message went there and back."""
@@ -89,8 +96,14 @@ class LinkModel:
             under_way_s = max(took_s - (self._rtt.value or 0.0), _LEAST_TIME_S)
             before = self._goodput.value
             self._suspect = max(0, self._suspect - 1)
+            if size_bytes > self._probed_bytes > 0:  # what the smaller one told is worth less than this alone
+                self._goodput.forget()
+                before = None
+            self._probed_bytes = size_bytes
             self._goodput.add(size_bytes / under_way_s, now_s)
-            if before is not None and not self._goodput.jumped and not self._suspect:
+            if size_bytes < self.probe_bytes:
+                self._suspect = max(self._suspect, 1)
+            elif before is not None and not self._goodput.jumped and not self._suspect:
                 ratio = size_bytes / under_way_s / before
                 self._suspect = int(not 1 / _FAR_RATIO < ratio < _FAR_RATIO)  # one more tells whether it changed
 
@@ -105,10 +118,15 @@ class LinkModel:
         elif rate < _SLOW_RATIO * known:
             self._suspect = max(self._suspect, 1)
 
+    @property
+    def probe_bytes(self) -> int:
+        """How large the next probe of the goodput should be."""
+        return LEAST_BYTES if (self._goodput.value or 0.0) < _FAT_BYTES_PER_S else _LARGE_PROBE_BYTES
+
     def wants_probe(self, *, now_s: float) -> bool:
-        """Whether the goodput should be probed when the link is next idle."""
+        """Whether the goodput should be probed when the link is next idle. Large probes are rare."""
         age_s = self._goodput.age_s(now_s)
-        return age_s >= (_LEAST_PROBE_GAP_S if self._suspect else _PROBE_EVERY_S)
+        return age_s >= (_LEAST_PROBE_GAP_S if self._suspect else _PROBE_EVERY_S * self.probe_bytes / LEAST_BYTES)
 
     def estimate(self, *, now_s: float) -> LinkEstimate:
         """The figures now."""

@@ -28,7 +28,7 @@ from mesh.process import background
 from mesh.rpc.errors import translate_rpc_errors
 from mesh.telemetry.log import get_logger
 from mesh.v1 import node_pb2, node_pb2_grpc
-from placement.entry.link_model import LEAST_BYTES, LinkModel
+from placement.entry.link_model import LinkModel
 
 _PROBE_EVERY_S = 2.0
 _PROBE_TIMEOUT_S = 3.0
@@ -177,10 +177,11 @@ class PeerLink:
         self._model.saw_round_trip(now_s - started_s, now_s=now_s)
         self._on_news()
         if with_goodput and not (self._load and self._load.running):
+            size = self._model.probe_bytes
             started_s = time.monotonic()
-            await self._stub.Probe(node_pb2.ProbeRequest(reply_bytes=LEAST_BYTES), timeout=_GOODPUT_TIMEOUT_S)
+            await self._stub.Probe(node_pb2.ProbeRequest(reply_bytes=size), timeout=_GOODPUT_TIMEOUT_S)
             now_s = time.monotonic()
-            self._model.saw_probe(LEAST_BYTES, now_s - started_s, now_s=now_s)
+            self._model.saw_probe(size, now_s - started_s, now_s=now_s)
             self._on_news()
 
     async def _watch_load_forever(self) -> None:

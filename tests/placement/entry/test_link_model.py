@@ -8,6 +8,8 @@ import pytest
 
 from placement.entry.link_model import LEAST_BYTES, LinkEstimate, LinkModel
 
+LARGE = 1024 * 1024
+
 
 def test_nothing_is_known_at_first() -> None:
     model = LinkModel()
@@ -120,7 +122,27 @@ def test_what_does_not_fit_is_probed_soon_and_twice_at_most() -> None:
 
 def test_a_slow_transfer_over_a_good_link_costs_one_probe() -> None:
     model = LinkModel()
-    model.saw_probe(LEAST_BYTES, LEAST_BYTES / 10e6, now_s=0.0)
+    model.saw_probe(LARGE, LARGE / 10e6, now_s=0.0)
     model.saw_transfer(10_000_000, 8.0, now_s=5.0)
-    model.saw_probe(LEAST_BYTES, LEAST_BYTES / 9e6, now_s=5.5)
+    assert model.wants_probe(now_s=8.0)
+    model.saw_probe(LARGE, LARGE / 9e6, now_s=8.0)
     assert not model.wants_probe(now_s=30.0)
+
+
+def test_a_small_probe_over_a_fat_link_is_followed_by_a_large_one_that_counts_alone() -> None:
+    model = LinkModel()
+    model.saw_probe(model.probe_bytes, 0.005, now_s=0.0)  # all of it passed in a shaper's burst
+    assert model.probe_bytes == LARGE
+    assert model.wants_probe(now_s=3.0)
+    model.saw_probe(LARGE, LARGE / 12.5e6, now_s=3.0)
+    assert model.estimate(now_s=3.0).goodput_bytes_per_s == pytest.approx(12.5e6)
+    assert not model.wants_probe(now_s=100.0)  # a large one costs more, so it is rarer
+    assert model.wants_probe(now_s=123.0)
+
+
+def test_a_thin_link_is_probed_with_little() -> None:
+    model = LinkModel()
+    for now_s in (0.0, 30.0):
+        assert model.probe_bytes == LEAST_BYTES
+        model.saw_probe(LEAST_BYTES, LEAST_BYTES / 0.6e6, now_s=now_s)
+    assert not model.wants_probe(now_s=40.0)
