@@ -48,8 +48,9 @@ class HostSettings:
     at once). `window_bytes`: most of a transfer that may be under way, which bounds the memory of both ends beside
     one chunk. `pause_tokens`: a run that
     moves is paused when its rest can be shipped in the time of so many tokens. `room_timeout_s`: an import whose KV
-    has still to be computed waits so long for KV blocks, `most_waiting_imports` of them at most.
-    `prefill_backlog_ratio`: prefills for transfers, waiting ones included, take at most so many times the KV pool."""
+    has still to be computed waits so long for KV blocks (at most half of `idle_timeout_s`), `most_waiting_imports` at
+    a time. `prefill_backlog_ratio`: prefills for transfers, waiting ones included, take at most so many times the
+    KV pool."""
 
     hold_timeout_s: float = 60.0
     idle_timeout_s: float = 60.0

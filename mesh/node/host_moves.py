@@ -66,7 +66,10 @@ class Moves:
             kv_lifetime_s=settings.kv_lifetime_s,
             free=desk.free,
             room=ImportRoom(
-                desk.wait_change, patience_s=settings.room_timeout_s, most_waiting=settings.most_waiting_imports
+                desk.wait_change,
+                # The source, which waits to hear what is wanted, must not lose patience first.
+                patience_s=min(settings.room_timeout_s, settings.idle_timeout_s / 2),
+                most_waiting=settings.most_waiting_imports,
             ),
         )
         self._backlog = PrefillBacklog(

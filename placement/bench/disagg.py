@@ -11,6 +11,7 @@ into its deadline was missed, not left out.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import math
 import random
 import statistics
@@ -104,6 +105,8 @@ class DisaggBench:
     async def run(self, context: BenchContext) -> BenchResult:
         """Measure; about ten minutes with the defaults on two cores."""
         kinds, loads = _kinds(context), _loads(context)
+        if context.text("plot") and importlib.util.find_spec("matplotlib") is None:
+            raise InvalidRequest("a plot needs matplotlib: install kvmesh[bench]", field="plot")
         rng = random.Random(context.count("seed"))
         rounds, count = context.count("rounds"), context.count("requests")
         found: dict[tuple[str, float], list[Outcome]] = {(mode, load): [] for mode in _MODES for load in loads}
@@ -323,10 +326,8 @@ def _loads(context: BenchContext) -> list[float]:
 
 
 def _plot(rows: Sequence[Mapping[str, Cell]], path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise InvalidRequest("a plot needs matplotlib: install kvmesh[bench]", field="plot") from exc
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 4))
     for axes, column, label in zip(
         figure.subplots(1, 2),

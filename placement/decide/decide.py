@@ -67,9 +67,9 @@ def decide(
 
 def _tie_rank(snapshot: Snapshot, rng: random.Random) -> IntArray:
     """A drawn order of the nodes that does not depend on the order of rows."""
-    by_id = np.argsort(np.array([place.node_id for place in snapshot.places], dtype=np.str_), kind="stable")
     order = np.empty(snapshot.n_nodes, dtype=np.int64)
-    order[by_id] = np.random.default_rng(rng.getrandbits(64)).permutation(snapshot.n_nodes)
+    # 62 bits: that two nodes draw the same does not happen.
+    order[snapshot.index.by_id] = np.random.default_rng(rng.getrandbits(64)).integers(2**62, size=snapshot.n_nodes)
     return order
 
 

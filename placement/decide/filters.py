@@ -49,7 +49,7 @@ def filter_nodes(
     settings: DecideSettings,
 ) -> Filtered:
     """All filters. Raises InvalidRequest if the policy does not know the label."""
-    n, places = snapshot.n_nodes, PlaceColumns(snapshot.places)
+    n, places = snapshot.n_nodes, snapshot.index
     own = np.arange(n) == snapshot.entry_row
     age_s = snapshot.age_s if np.isnan(snapshot.made_s) else snapshot.age_s + max(0.0, now_s - snapshot.made_s)
     age_s = np.where(own, 0.0, age_s)
@@ -59,7 +59,8 @@ def filter_nodes(
     )
     pool_full = kv_pool_full(snapshot, request)
     queue_full = (snapshot.waiting >= settings.full_queue) | (pool_full & (snapshot.waiting >= settings.short_queue))
-    excluded = np.isin(places.node_id, sorted(request.exclude)) if request.exclude else np.zeros(n, dtype=np.bool_)
+    excluded = np.zeros(n, dtype=np.bool_)
+    excluded[[row for row in map(snapshot.row_of, request.exclude) if row >= 0]] = True
 
     run = np.zeros(n, dtype=np.int64)
     for reason, refused in (
@@ -106,7 +107,7 @@ def _wished(snapshot: Snapshot, request: PlacementRequest, places: PlaceColumns)
     elif tiers:
         wished &= snapshot.tier_edge == (tiers == {Tier.EDGE})
     if wish.node_id:
-        wished &= places.node_id == wish.node_id
+        wished &= np.arange(snapshot.n_nodes) == snapshot.row_of(wish.node_id)
     if wish.site:
         wished &= places.site == wish.site
     return wished

@@ -47,11 +47,13 @@ def all_bits(snapshot: Snapshot, request: PlacementRequest, filtered: Filtered) 
 def group_refused(snapshot: Snapshot, request: PlacementRequest, filtered: Filtered) -> tuple[Refused, ...]:
     """Refused nodes by reason, in the order of Reason; a node counts for each of its reasons."""
     bits = all_bits(snapshot, request, filtered)
-    groups = []
-    for reason in Reason:
-        names = sorted(snapshot.places[i].node_id for i in np.flatnonzero(bits & reason.value))
-        if names:
-            groups.append(Refused(reason=reason, count=len(names), node_ids=tuple(names[:_NAMED_NODES])))
+    by_id = snapshot.index.by_id
+    bits = bits[by_id]
+    present, groups = int(np.bitwise_or.reduce(bits, initial=0)), []
+    for reason in reasons(present):
+        rows = by_id[np.flatnonzero(bits & reason.value)]
+        names = tuple(snapshot.places[row].node_id for row in rows[:_NAMED_NODES])
+        groups.append(Refused(reason=reason, count=len(rows), node_ids=names))
     return tuple(groups)
 
 

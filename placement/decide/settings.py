@@ -68,8 +68,8 @@ class DecideSettings:
     prefill_nodes: int = 8
     """At most this many core nodes are tried as the prefill side of pairs, the fastest for this prompt first."""
 
-    most_pairs: int = 8192
-    """With so many sites that there would be more pairs than this, fewer prefill nodes are tried, but two."""
+    decode_nodes: int = 64
+    """At most this many nodes are tried as the decode side of pairs, the fastest by a first guess."""
 
     candidates_per_shape: int = 16
     """At most this many candidates of each shape are ranked and told of."""

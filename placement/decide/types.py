@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh.identity.place import Place, Tier
+from placement.policy.places import PlaceColumns
 
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
@@ -122,15 +123,26 @@ class Snapshot:
     codecs: CodecTable | None = None  # None: CodecTable.plain
     prefill_token_s: FloatArray | None = None  # of a token at position 0; 0: not measured, the speed counts
     prefill_growth_s: FloatArray | None = None  # and more for each position before it
+    columns: PlaceColumns | None = None  # of `places`; None: made anew
     made_s: float = math.nan  # the time, on the clock of `now_s`, at which `age_s` was true; NaN: now
 
     @property
     def n_nodes(self) -> int:
         return len(self.places)
 
+    def __post_init__(self) -> None:
+        if self.columns is None or self.columns.places is not self.places:
+            object.__setattr__(self, "columns", PlaceColumns(self.places))
+
+    @property
+    def index(self) -> PlaceColumns:
+        """What was worked out over the places, shared by all snapshots of the same ones."""
+        assert self.columns is not None  # since __post_init__
+        return self.columns
+
     def row_of(self, node_id: str) -> int:
         """Row of a node, -1 if unknown."""
-        return next((i for i, p in enumerate(self.places) if p.node_id == node_id), -1)
+        return self.index.row.get(node_id, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,11 @@ from functools import partial
 
 import numpy as np
 
+from mesh.identity.place import Place
 from placement.decide.scores import NodeTimes, Predicted, score_offload, score_single
 from placement.decide.settings import DecideSettings
 from placement.decide.ship import score_split
-from placement.decide.types import BoolArray, Candidate, IntArray, PlacementRequest, PlanShape, Snapshot
+from placement.decide.types import BoolArray, Candidate, FloatArray, IntArray, PlacementRequest, PlanShape, Snapshot
 from placement.decide.ways_disaggregated import (
     disaggregated_rows,
     does_all,
@@ -91,15 +92,33 @@ def rank(
         (PlanShape.DISAGGREGATED, ways.disaggregated, score_disaggregated),
     ):
         if len(first) and len(then):
-            soonest = np.lexsort((tie_rank[first], times.wait_s[first] + times.prefill_s[first]))
-            few = max(2, settings.most_pairs // len(then))
-            first = first[soonest[: min(few, settings.prefill_nodes)]]
+            first = _least(first, times.wait_s + times.prefill_s, tie_rank, settings.prefill_nodes)
+            then = _least(then, _decode_guess_s(snapshot, times, request), tie_rank, settings.decode_nodes)
             predicted = with_harm(score(snapshot, times, request, first, then, settings), harm_s[first][:, None])
             names = times.codecs.names
             found.extend(_best_pairs(shape, first, then, predicted, snapshot, settings, tie_rank, names))
-    order = {place.node_id: int(r) for place, r in zip(snapshot.places, tie_rank, strict=True)}
-    found.sort(key=lambda c: (c.cost_s, c.shape.value, order[c.decode.node_id], order[c.prefill.node_id]))
+
+    def order(place: Place) -> int:
+        return int(tie_rank[snapshot.row_of(place.node_id)])
+
+    found.sort(key=lambda c: (c.cost_s, c.shape.value, order(c.decode), order(c.prefill)))
     return found
+
+
+def _least(rows: IntArray, cost: FloatArray, tie_rank: IntArray, count: int) -> IntArray:
+    """The `count` of `rows` that cost least, least first; equals in the order of `tie_rank`. `cost` [n_nodes]."""
+    costs = cost[rows]
+    if len(rows) > 4 * count:  # sorting is the dear part: leave out what cannot be among them
+        near = costs <= np.partition(costs, count - 1)[count - 1]
+        rows, costs = rows[near], costs[near]
+    return rows[np.lexsort((tie_rank[rows], costs))[:count]]
+
+
+def _decode_guess_s(snapshot: Snapshot, times: NodeTimes, request: PlacementRequest) -> FloatArray:
+    """About what decoding there takes, KV in f16 over the entry's link included; tells which nodes are worth a closer
+    look, shape [n_nodes]."""
+    shipping_s = request.prompt_tokens * snapshot.kv_bytes_per_token / times.goodput_bytes_per_s
+    return times.rtt_s + times.wait_s + request.expected_tokens * times.token_s + shipping_s
 
 
 def _best_singles(
@@ -110,8 +129,7 @@ def _best_singles(
     settings: DecideSettings,
     tie_rank: IntArray,
 ) -> Iterator[Candidate]:
-    best = np.lexsort((tie_rank[rows], single.cost_s[rows]))[: settings.candidates_per_shape]
-    for i in rows[best]:
+    for i in _least(rows, single.cost_s, tie_rank, settings.candidates_per_shape):
         yield _candidate(shape, snapshot, int(i), int(i), single, (i,))
 
 

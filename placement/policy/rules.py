@@ -178,11 +178,16 @@ class Policy:
             raise PolicyDenied(message, rule=rule, node=place.node_id, version=str(self.version))
 
     def mask(self, label: str, places: PlaceColumns, *, entry_site: str, kind: DataKind) -> NDArray[np.bool_]:
-        """`allows` of all places at once, shape [n_places]. Raises InvalidRequest."""
-        allowed = np.zeros(len(places), dtype=np.bool_)
-        for rule in self.rules_of(label, kind):
-            allowed |= rule.mask(places, entry_site)
-        return allowed
+        """`allows` of all places at once, shape [n_places], not to be written to. Raises InvalidRequest."""
+        rules = self.rules_of(label, kind)
+
+        def make() -> NDArray[np.bool_]:
+            allowed = np.zeros(len(places), dtype=np.bool_)
+            for rule in rules:
+                allowed |= rule.mask(places, entry_site)
+            return allowed
+
+        return places.kept(self, (label, entry_site, kind), make)
 
     def explain_rules(self, label: str, kind: DataKind) -> str:
         """The label's rules in words, with their names."""

@@ -190,7 +190,7 @@ async def test_roles_change_under_load_and_nothing_is_lost(make_mesh: MakeMesh, 
 
 async def test_a_plan_that_a_new_role_overtook_falls_back(make_mesh: MakeMesh) -> None:
     mesh = apart(make_mesh, {**PAIR, "core-1": "both"})
-    request = request_of(PROMPT, shape=APART)
+    request = request_of(PROMPT, shape=APART, node_id="core-d1")
     port = mesh.nodes["core-d1"]
     moved = port.move_kv
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -45,6 +46,20 @@ async def test_it_joins_beats_and_leaves(registry: MoodyRegistry, membership: Me
     assert registry.calls.count("heartbeat") >= 3
     await membership.leave()
     assert await health(registry) is None
+
+
+async def test_other_facts_are_told_at_once_and_the_node_stays_ready(
+    registry: MoodyRegistry, membership: Membership
+) -> None:
+    await membership.join()
+    other = replace(NODE, meta={"serving-role": "decode"})
+    membership.change(other)
+
+    async def told() -> bool:
+        return (await registry.nodes()).nodes[0].registration == other
+
+    await until_true(told)
+    assert await health(registry) is Health.PASSING
 
 
 async def test_readiness_is_told_at_once(registry: MoodyRegistry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from mesh import process
-from mesh.errors import NodeUnreachable, Overloaded
+from mesh.errors import InvalidRequest, NodeUnreachable, Overloaded, UnknownNode
 from mesh.identity.place import Place, Role
 from mesh.node.host import NodeHost
 from mesh.node.servicer import NodeServicer
+from mesh.node.serving_role import ServingRole
 from mesh.registry.types import Health, NodesView, Registration
 from mesh.rpc.errors import ErrorInterceptor
 from mesh.v1 import node_pb2_grpc
@@ -108,6 +109,24 @@ async def test_a_core_node_is_ready_when_it_answers(registry: MoodyRegistry, sta
         await until(is_in(state, "core-1", NodeState.READY))
     await until(is_in(state, "core-1", NodeState.DISCONNECTED))  # silent, and not deleted
     assert not state.snapshot().reachable[0]
+
+
+async def test_an_operator_gives_a_core_node_its_role(registry: MoodyRegistry, state: MeshState) -> None:
+    async with listening() as address:
+        await join(registry, CORE, address)
+        await until(is_in(state, "core-1", NodeState.READY))
+        assert await state.set_role("core-1", ServingRole.PREFILL) is ServingRole.BOTH
+        await until(lambda: not state.snapshot().decodes[0])  # as the node itself says
+        assert state.snapshot().prefills[0]
+        assert state.wire_snapshot().nodes[0].role == "prefill"
+        with pytest.raises(UnknownNode):
+            await state.set_role("core-9", ServingRole.BOTH)
+        await state._registry.register(to_registration(place("paris-1", Role.EDGE, "paris"), "", (MODEL,), ttl_s=60.0))
+        await until(lambda: node(state, "paris-1") is not None)
+        with pytest.raises(InvalidRequest, match="edge node"):
+            await state.set_role("paris-1", ServingRole.DECODE)
+    with pytest.raises(NodeUnreachable):
+        await state.set_role("core-1", ServingRole.BOTH)
 
 
 async def test_a_registered_node_that_does_not_answer_is_disconnected(

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from mesh.errors import InvalidRequest
+from mesh.node.serving_role import ServingRole
 from mesh.registry.checks import check_registration
 from mesh.registry.types import Registration
-from placement.service.registrations import from_registration, to_registration
+from placement.service.registrations import from_registration, role_of, to_registration
 from tests.fakes.mesh import place_of
 from tests.placement.entry.test_mesh_view import MODEL
 
@@ -22,6 +23,16 @@ def test_there_and_back() -> None:
     assert from_registration(GOOD, mesh="toy") == (CORE, (MODEL, replace(MODEL, model_id="b")))
     assert (GOOD.node_id, GOOD.address, GOOD.ttl_s, GOOD.health_address) == ("core-1", "10.0.0.1:7", 5.0, "h:1")
     assert from_registration(to_registration(CORE, "", (), ttl_s=1.0), mesh="toy") == (CORE, ())
+
+
+@pytest.mark.parametrize("role", list(ServingRole))
+def test_the_serving_role_is_registered(role: ServingRole) -> None:
+    made = to_registration(CORE, "a:1", (MODEL,), ttl_s=1.0, role=role)
+    assert role_of(made) is role
+    older = replace(made, meta={k: v for k, v in made.meta.items() if k != "serving-role"})
+    assert role_of(older) is ServingRole.BOTH
+    with pytest.raises(InvalidRequest):
+        role_of(changed(**{"serving-role": "dream"}))
 
 
 def test_eight_models_fit_and_nine_are_refused() -> None:
