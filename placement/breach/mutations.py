@@ -75,7 +75,7 @@ def _always_own() -> AbstractContextManager[None]:
 def _tiers_swapped() -> AbstractContextManager[None]:
     def tier(self: PlaceColumns) -> Any:
         swap = {"core": "edge", "edge": "core"}
-        return np.array([swap[place.tier.value] for place in self._places], dtype=np.str_)
+        return np.array([swap[place.tier.value] for place in self.places], dtype=np.str_)
 
     return _patched(PlaceColumns, "tier", property(tier))
 
