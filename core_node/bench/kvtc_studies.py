@@ -20,7 +20,7 @@ from mesh.kv.geometry import KvDtype
 from mesh.kv.kvtc.allocate import allocate, greedy
 from mesh.kv.kvtc.artifact import Artifact
 from mesh.kv.kvtc.codec import SINK_TOKENS, WINDOW_TOKENS, KvtcCodec
-from mesh.kv.kvtc.quantise import code_bits, quantise
+from mesh.kv.kvtc.quantise import code_bits, quantise, zones_of
 from mesh.kv.kvtc.transform import blockwise, features_of
 from mesh.kv.slab import KvSlab
 
@@ -124,8 +124,9 @@ def _measure_again(measured: Measured, coefficients: F32) -> Measured:
     """Rates and errors of the same steps and tables on other text."""
     bits, errors = np.zeros_like(measured.bits), np.empty_like(measured.errors)
     errors[:, 0] = np.square(coefficients).mean(axis=0)
+    zones = zones_of(measured.tables)
     for i, step in enumerate(measured.steps):
-        q = quantise(coefficients, step)
+        q = quantise(coefficients, step, zones.of(measured.contexts[:, i + 1]))
         errors[:, i + 1] = np.square(coefficients - q * step).mean(axis=0)
         contexts = np.broadcast_to(measured.contexts[:, i + 1], q.shape)
         bits[:, i + 1] = code_bits(q, contexts, measured.tables).mean(axis=0)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mesh.kv.kvtc.allocate import allocate
 from mesh.kv.kvtc.artifact import Setting
-from mesh.kv.kvtc.quantise import code_bits, context_of, laplace_counts, quantise, symbols_of
+from mesh.kv.kvtc.quantise import code_bits, context_of, laplace_counts, quantise, symbols_of, zones_of
 from mesh.kv.kvtc.rans import PROB_BITS, FrequencyTables, normalise
 
 F32 = NDArray[np.float32]
@@ -52,17 +52,17 @@ def measure(fit: F32, held_out: F32, rank_k: int, outside: float) -> Measured:
     spread = np.sqrt(np.square(fit).mean(axis=0))
     middle = np.median(spread)
     steps = (middle * 2.0 ** (0.5 * (np.arange(_N_STEPS) - 3))).astype(np.float32)
-    levels = [np.abs(quantise(fit, step)).mean(axis=0) for step in steps]
-    contexts = np.stack([context_of(level) for level in levels], axis=1)
-    tables = _count(fit, steps, contexts)
+    contexts, tables = _tables(fit, steps)
+    zones = zones_of(tables)
     n = fit.shape[1]
     bits, errors, gains = np.zeros((n, _N_STEPS + 1)), np.empty((n, _N_STEPS + 1)), np.ones((n, _N_STEPS + 1))
     energy = np.square(fit.astype(np.float64)).sum(axis=0)
     errors[:, 0] = np.square(held_out.astype(np.float64)).mean(axis=0)
     for i, step in enumerate(steps):
-        q = quantise(held_out, step)
+        own = zones.of(contexts[:, i])
+        q = quantise(held_out, step, own)
         errors[:, i + 1] = np.square(held_out - q * step).mean(axis=0)
-        kept = (fit.astype(np.float64) * (quantise(fit, step) * step)).sum(axis=0)
+        kept = (fit.astype(np.float64) * (quantise(fit, step, own) * step)).sum(axis=0)
         gains[:, i + 1] = np.sqrt(np.clip(energy / np.maximum(kept, 1e-30), 1.0, _MAX_GAIN))
         bits[:, i + 1] = code_bits(q, np.broadcast_to(contexts[:, i], q.shape), tables).mean(axis=0)
     contexts = np.concatenate([np.zeros((n, 1), dtype=np.intp), contexts], axis=1)
@@ -108,14 +108,20 @@ def _by_stream(values: NDArray[_Number], rank_k: int) -> NDArray[_Number]:
     return out
 
 
-def _count(fit: F32, steps: F32, contexts: NDArray[np.intp]) -> FrequencyTables:
-    """What symbols really came under each context, over all steps, blended with the Laplace shape."""
+def _tables(fit: F32, steps: F32) -> tuple[NDArray[np.intp], FrequencyTables]:
+    """Table of each coefficient under each step [n, n_steps], and the tables: what symbols really came, over all steps,
+    blended with the Laplace shape."""
     prior = laplace_counts()
+    first = zones_of(FrequencyTables(normalise(prior)))
     prior /= prior.sum(axis=1, keepdims=True)
     width = prior.shape[1]
     counted = np.zeros(prior.size)
+    contexts = np.empty((fit.shape[1], len(steps)), dtype=np.intp)
     for i, step in enumerate(steps):
-        symbols = symbols_of(quantise(fit, step)).astype(np.intp)
+        about = context_of(np.abs(quantise(fit, step)).mean(axis=0))
+        levels = quantise(fit, step, first.of(about))
+        contexts[:, i] = context_of(np.abs(levels).mean(axis=0))
+        symbols = symbols_of(levels).astype(np.intp)
         counted += np.bincount((contexts[:, i] * width + symbols).ravel(), minlength=prior.size)
     counts = counted.reshape(prior.shape)
     counts[:, 1:-1] = counts[:, 1:-1].reshape(len(counts), -1, 2).mean(axis=2).repeat(2, axis=1)  # signs are even
@@ -123,4 +129,4 @@ def _count(fit: F32, steps: F32, contexts: NDArray[np.intp]) -> FrequencyTables:
     share[:, :-1][share[:, :-1] < 0.4 / (1 << PROB_BITS)] = 0.0
     share[:, -1] = np.maximum(share[:, -1], 0.5 / (1 << PROB_BITS))
     share[:, 0] = np.maximum(share[:, 0], 1.0 / (1 << PROB_BITS))
-    return FrequencyTables(normalise(share))
+    return contexts, FrequencyTables(normalise(share))

@@ -17,6 +17,7 @@ from mesh.errors import InvalidRequest
 from mesh.model.tokenizer import Tokenizer
 
 _MAX_CHARS = 2_000_000
+_MAX_CHARS_PER_TOKEN = 8
 _SOURCE_FILES = 60
 
 
@@ -66,14 +67,21 @@ def windows(
     total = sum(t.share for t in texts)
     columns: list[list[tuple[str, NDArray[np.int64]]]] = []
     for text in texts:
-        ids = np.asarray(tokenizer.encode(text.text), dtype=np.int64)
-        there = len(ids) // window_tokens
-        if not there:
-            raise InvalidRequest(
-                f"text {text.kind} has {len(ids)} tokens, at least {window_tokens} are needed", field="text"
-            )
-        wanted = min(there, max(1, round(n_windows * text.share / total)))
-        starts = np.unique(np.linspace(0, there - 1, wanted).astype(int)) * window_tokens
-        columns.append([(text.kind, ids[at : at + window_tokens]) for at in starts])
+        wanted = max(1, round(n_windows * text.share / total))
+        found = _spread(text.text, tokenizer, wanted, window_tokens)
+        columns.append([(text.kind, ids) for ids in found])
+        if not found:
+            raise InvalidRequest(f"text {text.kind} is too short: {window_tokens} tokens are needed", field="text")
     order = [(i / len(column), window) for column in columns for i, window in enumerate(column)]
     return [window for _, window in sorted(order, key=lambda item: item[0])]
+
+
+def _spread(text: str, tokenizer: Tokenizer, wanted: int, window_tokens: int) -> list[NDArray[np.int64]]:
+    """The beginnings of `wanted` equal parts of a text; of fewer where a part has not a window."""
+    for n in range(wanted, 0, -1):
+        size = len(text) // n
+        parts = [text[at * size :][: min(size, window_tokens * _MAX_CHARS_PER_TOKEN)] for at in range(n)]
+        ids = [np.asarray(tokenizer.encode(part)[:window_tokens], dtype=np.int64) for part in parts]
+        if all(len(i) == window_tokens for i in ids):
+            return ids
+    return []

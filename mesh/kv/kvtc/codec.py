@@ -5,7 +5,8 @@ bound (a weighted squared error, see mesh.kv.kvtc.transform):
 
 - its kept coefficients, entropy coded;
 - these and, if they leave more than the bound, the excess: what they miss, quantised where it lies (there it has no
-  structure left that a basis would use), by the coarsest step that meets the bound;
+  structure left that a basis would use), by the coarsest step that leaves no more than a good part of the bound: where
+  the basis does not fit, nearly every token is coded so, and then all of them err alike;
 - in q8_0: the sinks (the first 4 positions, to which every later token attends), whoever the caller wants exact, and
   what no step saves.
 
@@ -28,6 +29,7 @@ from mesh.errors import KvIncompatible, PayloadCorrupt
 from mesh.kv.codec_types import Codec
 from mesh.kv.elements import convert
 from mesh.kv.geometry import KvDtype, KvGeometry
+from mesh.kv.kvtc.adapt import BLOCK_ROWS, TokenScales, symbols_and_contexts
 from mesh.kv.kvtc.artifact import Artifact, Setting
 from mesh.kv.kvtc.quantise import (
     ESCAPE,
@@ -37,6 +39,7 @@ from mesh.kv.kvtc.quantise import (
     levels_of,
     quantise,
     symbols_of,
+    zones_of,
 )
 from mesh.kv.kvtc.rans import Decoder, FrequencyTables, encode
 from mesh.kv.kvtc.transform import LinearMaps, NumpyMaps, features_of, slab_of
@@ -46,11 +49,12 @@ from mesh.kv.slab import KvSlab
 SINK_TOKENS = 4
 WINDOW_TOKENS = 128
 PREFIX = "kvtc:"
-_FORMAT = 1
+_FORMAT = 2
 _HEADER = struct.Struct(
     "<BxHIIII"
 )  # format, tokens, escapes, wide ones among them, bytes of the coefficients, bytes of the excess
 _EXACT = 255
+_AFTER_EXCESS_RATIO = 0.3
 _EXCESS_LANES = 8
 _MAGNITUDES_PER_OCTAVE = 8
 _MAGNITUDE_ZERO = 128  # the byte of magnitude 1
@@ -89,9 +93,11 @@ class KvtcCodec:
         self._steps: F32 = setting.steps[kept]
         self._restore: F32 = setting.restore[kept]
         self._contexts: NDArray[np.intp] = setting.contexts[kept].astype(np.intp)
+        self._zones = zones_of(artifact.tables).of(self._contexts)
         dim = artifact.geometry.head_dim
         self._residual = np.repeat(artifact.residual.ravel(), dim)  # of each feature of K, then of V
-        white = np.sqrt(12.0 * setting.bound / len(self._residual))
+        self._after_excess = _AFTER_EXCESS_RATIO * setting.bound
+        white = np.sqrt(12.0 * self._after_excess / len(self._residual))
         self._excess_steps = (white * _STEP_RATIOS).astype(np.float32)
 
     def check(self, geometry: KvGeometry) -> None:
@@ -115,7 +121,7 @@ class KvtcCodec:
         modes[(positions < SINK_TOKENS) & sinks | (positions >= exact_from)] = _EXACT
         features = features_of(slab, self._geometry)
         coefficients, energy = self._maps.project(features)
-        levels = quantise(coefficients, self._steps)
+        levels = quantise(coefficients, self._steps, self._zones)
         restored = levels.astype(np.float32) * self._restore
         miss = np.square(coefficients - restored).sum(axis=1) - np.square(coefficients).sum(axis=1)
         errors = np.maximum(energy + miss, 0.0)
@@ -188,7 +194,7 @@ class KvtcCodec:
                 break
             tried = quantise(rest[todo], step)
             left = np.square(rest[todo] - tried.astype(np.float32) * step).sum(axis=1)
-            good = left <= self.setting.bound
+            good = left <= self._after_excess
             modes[todo[good]] = index + 1
             levels[todo[good]] = tried[good]
             errors[todo[good]] = left[good]
@@ -212,8 +218,10 @@ class KvtcCodec:
         escapes: list[I32] = []
         coefficient_bytes = b""
         if len(coded):
-            contexts = np.broadcast_to(self._contexts[:, None], (len(self._contexts), len(coded)))
-            coefficient_bytes = _code(levels[coded].T, contexts, self._artifact.tables, escapes)
+            rows = np.ascontiguousarray(levels[coded].T)
+            symbols, contexts = symbols_and_contexts(self._contexts, rows, self._artifact.tables)
+            escapes.append(rows[symbols == ESCAPE])
+            coefficient_bytes = encode(symbols, contexts, self._artifact.tables)
         magnitudes, excess_bytes = np.empty(0, dtype=np.uint8), b""
         if len(excess):
             steps = self._excess_steps[modes[(modes > 0) & (modes != _EXACT)] - 1]
@@ -247,8 +255,11 @@ class KvtcCodec:
         if n_coded:
             decoder = Decoder(data, n_coded, self._artifact.tables)
             symbols = np.empty(levels.shape, dtype=np.uint8)
-            for row, context in enumerate(self._contexts):
-                symbols[row] = decoder.step(context)
+            scales = TokenScales(self._contexts, n_coded)
+            for row in range(0, len(symbols), BLOCK_ROWS):
+                for i, contexts in enumerate(scales.contexts(row), start=row):
+                    symbols[i] = decoder.step(contexts)
+                scales.saw(row, symbols[row : row + BLOCK_ROWS])
             decoder.finish()
             levels = levels_of(symbols)
             escapes.fill(levels, symbols)
