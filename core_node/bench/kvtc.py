@@ -29,9 +29,11 @@ from mesh.bench.types import BenchContext, BenchResult, Cell, Direction, Goal
 from mesh.errors import InvalidRequest
 from mesh.kv.codec_types import Codec
 from mesh.kv.codecs import codec_named
+from mesh.kv.elements import convert
+from mesh.kv.geometry import KvDtype
 from mesh.kv.kvtc.artifact import Artifact, read_artifact
-from mesh.kv.kvtc.codec import KvtcCodec
-from mesh.kv.kvtc.quality import candidates, smallest_within
+from mesh.kv.kvtc.codec import PREFIX, KvtcCodec
+from mesh.kv.profiling import known
 from mesh.model.description import ModelDescription, describe
 
 _PLAIN = ("q8_0", "q4")
@@ -75,10 +77,11 @@ def _run(context: BenchContext) -> BenchResult:
     kinds, notes = test_windows(
         description, text[len(text) // 2 :], Path(context.text("language_text") or "."), n, n_unseen, _WINDOW, _HOME
     )
-    half = ModelProbe(description, torch.bfloat16, _WINDOW)
-    windows = [HeldOut(kind=kind, ids=ids, slab=half.prefill(ids)) for kind, ids in kinds]
-    del half
     probe = ModelProbe(description, torch.float32, _WINDOW)
+    windows: list[HeldOut] = []
+    for i, (kind, ids) in enumerate(kinds):
+        context.progress(i, len(kinds), "prefills")
+        windows.append(HeldOut(kind=kind, ids=ids, slab=convert(probe.prefill(ids[:_STOP]), KvDtype.F16)))
     codecs = _codecs(artifact)
     found: dict[tuple[str, str], list[Loss]] = {}
     for i, window in enumerate(windows):
@@ -124,10 +127,10 @@ def _artifact(context: BenchContext, description: ModelDescription, text: str) -
 
 
 def _codecs(artifact: Artifact) -> dict[str, Codec]:
-    cpu, exact = torch.device("cpu"), codec_named("q8_0")
+    maps, exact = TorchMaps(artifact, torch.device("cpu")), codec_named("q8_0")
     coded: dict[str, Codec] = {name: codec_named(name) for name in _PLAIN}
     for s in artifact.settings:
-        coded[f"kvtc {s.name}"] = KvtcCodec(artifact, s, exact, TorchMaps(artifact, s, cpu))
+        coded[f"kvtc {s.name}"] = KvtcCodec(artifact, s, exact, maps)
     return coded
 
 
@@ -149,8 +152,8 @@ def _row(name: str, kind: str, losses: Sequence[Loss]) -> Mapping[str, Cell]:
 
 def _allowed(artifact: Artifact, max_loss_ratio: float = 0.01) -> str:
     """The setting that the guard picks; the finest if it would take none."""
-    best = smallest_within(candidates(artifact, probed={}, ratios={}), max_loss_ratio)
-    return best.codec.rpartition(":")[2] if best else artifact.settings[0].name
+    fit = [(ratio, name) for name, ratio, loss in known(artifact) if name.startswith(PREFIX) and loss <= max_loss_ratio]
+    return max(fit)[1].rpartition(":")[2] if fit else artifact.settings[0].name
 
 
 def _ablations(probe: ModelProbe, windows: Sequence[HeldOut], artifact: Artifact) -> dict[str, float]:
@@ -158,7 +161,7 @@ def _ablations(probe: ModelProbe, windows: Sequence[HeldOut], artifact: Artifact
     setting = artifact.settings[len(artifact.settings) // 2]
     unbounded = float(np.finfo(np.float32).max)  # the bound would hide what is lost
     free = replace(setting, bound=unbounded)
-    codec = KvtcCodec(artifact, free, codec_named("q8_0"), TorchMaps(artifact, free, torch.device("cpu")))
+    codec = KvtcCodec(artifact, free, codec_named("q8_0"), TorchMaps(artifact, torch.device("cpu")))
     out: dict[str, float] = {}
     for name, sinks, recent in (("both kept", True, True), ("sinks coded", False, True), ("window coded", True, False)):
         losses = [next(loss_of(probe, w, [codec], _STOP, sinks=sinks, recent=recent)) for w in windows]

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from core_node.kvtc.design import GROUP, Measured, grouped, measure
+from core_node.kvtc.statistics import fast_dtype
 from core_node.kvtc.twin import TorchMaps
 from mesh.kv.chunks import CHUNK_TOKENS
 from mesh.kv.codecs import codec_named
@@ -84,7 +85,7 @@ def speeds(artifact: Artifact, setting: str, slab: KvSlab, threads: int) -> Mapp
     torch.set_num_threads(threads)
     exact = codec_named("q8_0")
     chosen = artifact.setting(setting)
-    twin = KvtcCodec(artifact, chosen, exact, TorchMaps(artifact, chosen, torch.device("cpu"), torch.bfloat16))
+    twin = KvtcCodec(artifact, chosen, exact, TorchMaps(artifact, torch.device("cpu"), fast_dtype()))
     plain = KvtcCodec(artifact, chosen, exact)
     half = convert(slab, KvDtype.F16).tokens(SINK_TOKENS, SINK_TOKENS + CHUNK_TOKENS)
     data = twin.encode(half)

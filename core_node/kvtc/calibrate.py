@@ -20,20 +20,26 @@ from numpy.typing import NDArray
 
 from core_node.kvtc.design import GROUP, Measured, design, measure
 from core_node.kvtc.probe import ModelProbe
-from core_node.kvtc.quality_probe import HeldOut, loss_of
-from core_node.kvtc.statistics import Covariance, Sensitivity, leading_eigenvectors, weigh_both_sides
+from core_node.kvtc.quality_probe import HeldOut, Loss, loss_of
+from core_node.kvtc.statistics import Covariance, Sensitivity, fast_dtype, leading_eigenvectors, weigh_both_sides
 from core_node.kvtc.texts import Text, windows
 from core_node.kvtc.twin import TorchMaps
 from mesh.errors import InvalidRequest
+from mesh.kv.chunks import CHUNK_TOKENS
+from mesh.kv.codec_types import Codec
 from mesh.kv.codecs import codec_named
-from mesh.kv.kvtc.artifact import Artifact, Quality, Setting, make_artifact, n_features
+from mesh.kv.elements import convert
+from mesh.kv.geometry import KvDtype
+from mesh.kv.kvtc.artifact import Artifact, Probed, Quality, Setting, make_artifact, n_features
 from mesh.kv.kvtc.codec import SINK_TOKENS, WINDOW_TOKENS, KvtcCodec
 from mesh.kv.kvtc.transform import features_of
+from mesh.kv.slab import KvSlab
 from mesh.model.description import ModelDescription
 from mesh.model.tokenizer import load_tokenizer
 
 Progress = Callable[[int, int, str], None]
 _F16_BITS = 16
+_PLAIN = ("f16", "q8_0", "q4")  # probed too, each with Zstandard over it
 _KEPT_EVERY = 8  # of the fit windows' tokens are kept for magnitudes
 _MAX_HELD_OUT_TOKENS = 2500  # for rates and errors
 
@@ -45,11 +51,11 @@ class Plan:
     rank_k: int = 1152
     rank_v: int = 2176  # V is less redundant
     window_tokens: int = 1024
-    fit_windows: int = 40
-    held_out_windows: int = 12
+    fit_windows: int = 18
+    held_out_windows: int = 6
     sensitivity_every: int = 2  # of the fit windows
     continuation_tokens: int = 128
-    targets: tuple[int, ...] = (12, 20, 30, 40, 50, 64, 80)
+    targets: tuple[int, ...] = (16, 24, 32, 40, 50, 64)
     shrink_ratio: float = 0.1
     floor_ratio: float = 0.02
     bound_ratio: float = 2.0
@@ -81,13 +87,16 @@ def calibrate(
     """Blocks for minutes; uses torch's threads. Raises InvalidRequest (text too short, model that cannot be read)."""
     generator = torch.Generator().manual_seed(plan.seed)
     fit, held_out = _split(texts, description, plan)
-    probe = ModelProbe(description, torch.bfloat16, plan.window_tokens)
+    probe = ModelProbe(description, fast_dtype(), plan.window_tokens)
     basis = _learn(probe, fit, plan, generator, progress)
     held: list[HeldOut] = []
     for i, (kind, ids) in enumerate(held_out):
         progress(i, len(held_out), "held-out windows")
-        held.append(HeldOut(kind=kind, ids=ids, slab=probe.prefill(ids)))
-    del probe
+        held.append(
+            HeldOut(kind=kind, ids=ids, slab=probe.prefill(ids[: plan.window_tokens - plan.continuation_tokens]))
+        )
+    if probe.dtype is not torch.float32:  # small losses drown in the noise of lesser arithmetic
+        probe = ModelProbe(description, torch.float32, plan.window_tokens)
     measured = _measure(basis, held, description, plan)
     settings = tuple(
         design(measured, name=f"{target}x", bits_per_token=_bits(description) / target, bound_ratio=plan.bound_ratio)
@@ -96,8 +105,7 @@ def calibrate(
     )
     parts = _Parts(description, basis, measured, _residual(basis, held, description), _notes(fit, held_out))
     draft = parts.artifact(settings)[0]
-    settings = _probe_all(draft, held, description, plan, progress)
-    artifact, data = parts.artifact(settings)
+    artifact, data = parts.artifact(*_probe_all(draft, held, probe, plan, progress))
     return Calibration(artifact=artifact, data=data, measured=measured)
 
 
@@ -130,7 +138,7 @@ class _Parts:
     residual: NDArray[np.float32]
     notes: str
 
-    def artifact(self, settings: tuple[Setting, ...]) -> tuple[Artifact, bytes]:
+    def artifact(self, settings: tuple[Setting, ...], probed: tuple[Probed, ...] = ()) -> tuple[Artifact, bytes]:
         return make_artifact(
             geometry=self.description.geometry,
             weights_lineage=self.description.weights_lineage,
@@ -140,6 +148,7 @@ class _Parts:
             residual=self.residual,
             frequencies=self.measured.tables.frequencies.astype(np.uint16),
             settings=settings,
+            probed=probed,
             notes=self.notes,
         )
 
@@ -242,30 +251,41 @@ def _residual(basis: _Basis, held: Sequence[HeldOut], description: ModelDescript
 
 
 def _probe_all(
-    draft: Artifact, held: Sequence[HeldOut], description: ModelDescription, plan: Plan, progress: Progress
-) -> tuple[Setting, ...]:
-    """The settings with their quality, by kind of text."""
-    probe = ModelProbe(description, torch.float32, plan.window_tokens)
+    draft: Artifact, held: Sequence[HeldOut], probe: ModelProbe, plan: Plan, progress: Progress
+) -> tuple[tuple[Setting, ...], tuple[Probed, ...]]:
+    """The settings with their quality, by kind of text, and that of codecs that need no basis. Zstandard loses nothing
+    more, so that only its ratio is measured."""
     exact = codec_named("q8_0")
-    codecs = [
-        KvtcCodec(draft, setting, exact, TorchMaps(draft, setting, torch.device("cpu"))) for setting in draft.settings
-    ]
-    found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    maps = TorchMaps(draft, torch.device("cpu"))
+    codecs: list[Codec] = [KvtcCodec(draft, setting, exact, maps) for setting in draft.settings]
+    codecs += [codec_named(name) for name in _PLAIN]
+    found: dict[tuple[str, str], list[Loss]] = {}
     for i, window in enumerate(held):
         progress(i, len(held), "perplexity of every setting")
         stop = plan.window_tokens - plan.continuation_tokens
         for codec, loss in zip(codecs, loss_of(probe, window, codecs, stop), strict=True):
-            found.setdefault((codec.setting.name, window.kind), []).append(
-                (loss.nll, loss.divergence, loss.coded_ratio)
-            )
-    return tuple(
-        replace(s, quality=tuple(_quality(kind, v) for (name, kind), v in found.items() if name == s.name))
-        for s in draft.settings
+            found.setdefault((codec.name, window.kind), []).append(loss)
+            if codec.name in _PLAIN:
+                packed = replace(loss, coded_ratio=loss.coded_ratio * _zstd_gain(codec, window.slab))
+                found.setdefault((f"{codec.name}+zstd", window.kind), []).append(packed)
+
+    def quality(name: str) -> tuple[Quality, ...]:
+        return tuple(_quality(kind, losses) for (codec, kind), losses in found.items() if codec == name)
+
+    settings = tuple(replace(s, quality=quality(codec.name)) for s, codec in zip(draft.settings, codecs, strict=False))
+    return settings, tuple(
+        Probed(codec=name + suffix, quality=quality(name + suffix)) for name in _PLAIN for suffix in ("", "+zstd")
     )
 
 
-def _quality(kind: str, losses: Sequence[tuple[float, float, float]]) -> Quality:
-    nll, divergence, ratio = (np.asarray(column) for column in zip(*losses, strict=True))
+def _zstd_gain(codec: Codec, slab: KvSlab) -> float:
+    """Plain bytes over compressed ones, of one chunk of the window."""
+    part = convert(slab.tokens(SINK_TOKENS, SINK_TOKENS + CHUNK_TOKENS), KvDtype.F16)
+    return len(codec.encode(part)) / len(codec_named(f"{codec.name}+zstd").encode(part))
+
+
+def _quality(kind: str, losses: Sequence[Loss]) -> Quality:
+    nll, divergence, ratio = np.asarray([(x.nll, x.divergence, x.coded_ratio) for x in losses]).T
     spread = float(nll.std(ddof=1)) if len(nll) > 1 else math.nan
     return Quality(
         text=kind,

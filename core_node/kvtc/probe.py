@@ -46,6 +46,7 @@ class ModelProbe:
         path: Path = description.path
         source = SafetensorsWeights(description) if path.is_dir() else GgufWeights(path)
         self.geometry = description.geometry
+        self.dtype = dtype
         self._model = DecoderModel(description, load_weights(description, source, dtype, _CPU), window_tokens)
         self._blocks = list(range(blocks_for(window_tokens)))
         self._pool = KvPool(description.geometry, len(self._blocks), KvDtype.F32, _CPU)

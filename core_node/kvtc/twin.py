@@ -3,11 +3,13 @@ if wanted (whose rounding is far below what coding leaves)."""
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mesh.kv.kvtc.artifact import Artifact, Setting
+from mesh.kv.kvtc.artifact import Artifact
 
 F32 = NDArray[np.float32]
 
@@ -15,34 +17,42 @@ F32 = NDArray[np.float32]
 class TorchMaps:
     """mesh.kv.kvtc.transform.LinearMaps on a torch device."""
 
-    def __init__(
-        self, artifact: Artifact, setting: Setting, device: torch.device, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, artifact: Artifact, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self._device, self._dtype = device, dtype
         self._mean = torch.from_numpy(artifact.mean).to(device)[:, None]
-        weights = torch.from_numpy(artifact.weights).to(device)
-        self._weights = weights
-        self._inverse = torch.linalg.inv(weights.double()).float()
-        kept = artifact.kept(setting)
-        blocks, dim = artifact.weights.shape[1:3]
-        parts = [torch.from_numpy(np.ascontiguousarray(k)).to(device).view(blocks, dim, -1) for k in kept]
-        n = blocks * dim
-        self._forward = [(weights[s] @ parts[s]).reshape(n, -1).to(dtype) for s in range(2)]
-        self._backward = [(self._inverse[s] @ parts[s]).reshape(n, -1).T.contiguous().to(dtype) for s in range(2)]
+        self._basis = artifact.basis
+        self._weights = torch.from_numpy(artifact.weights).to(device)
+
+    @functools.cached_property
+    def _inverse(self) -> torch.Tensor:
+        return torch.linalg.inv(self._weights.double()).float()
+
+    @functools.cached_property
+    def _forward(self) -> tuple[torch.Tensor, ...]:
+        return self._products(self._weights)
+
+    @functools.cached_property
+    def _backward(self) -> tuple[torch.Tensor, ...]:
+        return tuple(m.T.contiguous() for m in self._products(self._inverse))
 
     @torch.inference_mode()
-    def project(self, features: F32) -> tuple[F32, F32]:
+    def _products(self, matrices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        blocks, dim = matrices.shape[1:3]
+        bases = [self._tensor(b).view(blocks, dim, -1) for b in self._basis]
+        return tuple((m @ b).reshape(blocks * dim, -1).to(self._dtype) for m, b in zip(matrices, bases, strict=True))
+
+    @torch.inference_mode()
+    def project(self, features: F32, ranks: tuple[int, int]) -> tuple[F32, F32]:
         centred = self._tensor(features) - self._mean
-        coefficients = torch.cat([(centred[s].to(self._dtype) @ self._forward[s]).float() for s in range(2)], dim=1)
+        parts = [(centred[s].to(self._dtype) @ self._forward[s][:, :r]).float() for s, r in enumerate(ranks)]
         energy = self._blockwise(centred, self._weights).square().sum(dim=(0, 2))
-        return coefficients.cpu().numpy(), energy.cpu().numpy()
+        return torch.cat(parts, dim=1).cpu().numpy(), energy.cpu().numpy()
 
     @torch.inference_mode()
-    def reconstruct(self, coefficients: F32) -> F32:
-        split = len(self._backward[0])
-        c = self._tensor(coefficients).to(self._dtype)
-        parts = (c[:, :split] @ self._backward[0], c[:, split:] @ self._backward[1])
-        out: F32 = (torch.stack(parts).float() + self._mean).cpu().numpy()
+    def reconstruct(self, coefficients: F32, ranks: tuple[int, int]) -> F32:
+        parts = self._tensor(coefficients).to(self._dtype).split(ranks, dim=1)
+        products = [(part @ self._backward[s][: ranks[s]]).float() for s, part in enumerate(parts)]
+        out: F32 = (torch.stack(products) + self._mean).cpu().numpy()
         return out
 
     def weigh(self, features: F32) -> F32:

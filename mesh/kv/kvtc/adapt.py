@@ -53,9 +53,7 @@ class TokenScales:
         self._shift = np.searchsorted(_EDGES, self._seen / self._usual).astype(np.intp) - _MAX_SHIFT
 
 
-def symbols_and_contexts(
-    base: NDArray[np.intp], levels: I32, tables: FrequencyTables
-) -> tuple[U8, NDArray[np.intp]]:
+def symbols_and_contexts(base: NDArray[np.intp], levels: I32, tables: FrequencyTables) -> tuple[U8, NDArray[np.intp]]:
     """Symbols, each with a frequency under its table, and tables, of `levels` [n_coefficients, n_tokens]."""
     scales = TokenScales(base, levels.shape[1])
     symbols = symbols_of(levels)

@@ -25,7 +25,7 @@ from mesh.kv.elements import bf16_bits_to_f32, f32_to_bf16_bits
 from mesh.kv.geometry import KvGeometry
 from mesh.kv.kvtc.rans import N_SYMBOLS, FrequencyTables
 
-MAGIC = b"KVTC0001"
+MAGIC = b"KVTC0002"
 SUFFIX = ".kvtc"
 MAX_RANK = 4096
 MAX_BYTES = 1 << 30
@@ -68,11 +68,22 @@ class Setting:
 
     @property
     def worst_loss_ratio(self) -> float:
-        """The loss to reckon with, of the worst kind of text: the divergence, or the measured loss where that is larger
-        by more than its standard error; infinite if nothing was measured."""
-        return max(
-            (max(q.divergence_ratio, q.loss_ratio - q.loss_stderr_ratio) for q in self.quality), default=math.inf
-        )
+        """See `worst_loss_ratio` of this module."""
+        return worst_loss_ratio(self.quality)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """A codec that needs no artifact, such as q4, and what it was measured to do to this model."""
+
+    codec: str
+    quality: tuple[Quality, ...]
+
+
+def worst_loss_ratio(quality: tuple[Quality, ...]) -> float:
+    """The loss to reckon with, of the worst kind of text: the divergence, or the measured loss where that is larger
+    by more than its standard error; infinite if nothing was measured."""
+    return max((max(q.divergence_ratio, q.loss_ratio - q.loss_stderr_ratio) for q in quality), default=math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,6 +100,7 @@ class Artifact:
     residual: F32
     tables: FrequencyTables
     settings: tuple[Setting, ...]
+    probed: tuple[Probed, ...]
     notes: str  # for people: texts, counts, build
     digest: str  # hex
 
@@ -133,6 +145,7 @@ def make_artifact(
     frequencies: NDArray[np.uint16],
     settings: tuple[Setting, ...],
     notes: str,
+    probed: tuple[Probed, ...] = (),
 ) -> tuple[Artifact, bytes]:
     """The artifact and its file. Values are rounded to what the file holds first, so that both sides compute with
     the same."""
@@ -141,6 +154,7 @@ def make_artifact(
         "weights_lineage": weights_lineage,
         "ranks": [b.shape[1] for b in basis],
         "notes": notes,
+        "probed": [asdict(p) for p in probed],
         "settings": [{"name": s.name, "bound": s.bound, "quality": [asdict(q) for q in s.quality]} for s in settings],
     }
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -186,6 +200,9 @@ def parse_artifact(data: bytes) -> Artifact:
             )
             for i, s in enumerate(header["settings"])
         )
+        probed = tuple(
+            Probed(codec=str(p["codec"]), quality=tuple(Quality(**q) for q in p["quality"])) for p in header["probed"]
+        )
         lineage, notes = str(header["weights_lineage"]), str(header["notes"])
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise PayloadCorrupt(f"kvtc artifact is malformed: {exc}") from exc
@@ -198,6 +215,7 @@ def parse_artifact(data: bytes) -> Artifact:
         residual=arrays["residual"].astype(np.float32),
         tables=FrequencyTables(arrays["frequencies"]),
         settings=settings,
+        probed=probed,
         notes=notes,
         digest=hashlib.sha256(data).hexdigest(),
     )
@@ -273,8 +291,7 @@ def _check_values(a: Artifact) -> None:
             raise PayloadCorrupt(f"kvtc artifact: {s.name} keeps coefficients that the basis lacks")
         if (s.contexts >= N_CONTEXTS).any() or not (math.isfinite(s.bound) and s.bound > 0):
             raise PayloadCorrupt(f"kvtc artifact: setting {s.name} is malformed")
-        if not all(
-            math.isfinite(q.loss_ratio + q.loss_stderr_ratio + q.divergence_ratio) and q.coded_ratio > 0
-            for q in s.quality
-        ):
-            raise PayloadCorrupt(f"kvtc artifact: quality of {s.name} is malformed")
+    for name, quality in [*((s.name, s.quality) for s in a.settings), *((p.codec, p.quality) for p in a.probed)]:
+        figures = [(q.loss_ratio, q.loss_stderr_ratio, q.divergence_ratio, q.coded_ratio) for q in quality]
+        if not all(math.isfinite(x) for row in figures for x in row) or any(row[3] <= 0 for row in figures):
+            raise PayloadCorrupt(f"kvtc artifact: quality of {name} is malformed")

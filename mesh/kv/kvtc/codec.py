@@ -88,8 +88,10 @@ class KvtcCodec:
         self._layout_hash = artifact.geometry.layout_hash
         self._exact = exact
         self._exact_bits = 8 * exact.encoded_bytes(artifact.geometry, 1, KvDtype.F16)
-        self._maps: LinearMaps = maps or NumpyMaps(artifact, setting)
+        self._maps: LinearMaps = maps or NumpyMaps(artifact)
         kept = setting.steps > 0
+        self._ranks = (_length(kept[0]), _length(kept[1]))
+        self._kept = np.flatnonzero(np.concatenate([row[:r] for row, r in zip(kept, self._ranks, strict=True)]))
         self._steps: F32 = setting.steps[kept]
         self._restore: F32 = setting.restore[kept]
         self._contexts: NDArray[np.intp] = setting.contexts[kept].astype(np.intp)
@@ -120,7 +122,8 @@ class KvtcCodec:
         modes = np.zeros(n, dtype=np.uint8)
         modes[(positions < SINK_TOKENS) & sinks | (positions >= exact_from)] = _EXACT
         features = features_of(slab, self._geometry)
-        coefficients, energy = self._maps.project(features)
+        coefficients, energy = self._maps.project(features, self._ranks)
+        coefficients = coefficients[:, self._kept]
         levels = quantise(coefficients, self._steps, self._zones)
         restored = levels.astype(np.float32) * self._restore
         miss = np.square(coefficients - restored).sum(axis=1) - np.square(coefficients).sum(axis=1)
@@ -165,7 +168,7 @@ class KvtcCodec:
             levels = self._read_levels(reader.take(coded_bytes), len(coded), escapes)
             excess = self._read_excess(reader.take(excess_bytes), modes[with_excess], magnitudes, escapes)
             escapes.finish()
-            features = self._maps.reconstruct(levels.astype(np.float32) * self._restore)
+            features = self._reconstruct(levels.astype(np.float32) * self._restore)
             if len(coded) < n_tokens:
                 some = features
                 features = np.zeros((2, n_tokens, some.shape[2]), dtype=np.float32)
@@ -179,13 +182,20 @@ class KvtcCodec:
         reader.finish()
         return slab
 
+    def _reconstruct(self, restored: F32) -> F32:
+        """Features [2, n, F] of kept coefficients [n, n_kept]."""
+        if len(self._kept) < sum(self._ranks):
+            some, restored = restored, np.zeros((len(restored), sum(self._ranks)), dtype=np.float32)
+            restored[:, self._kept] = some
+        return self._maps.reconstruct(restored, self._ranks)
+
     def _excess_of(self, features: F32, restored: F32) -> tuple[NDArray[np.uint8], I32, NDArray[np.float32]]:
         """Of tokens [2, n, F] whose coefficients are not enough: mode of each, levels of the excess [n, 2F] (levels of
         those that stay `_EXACT` mean nothing) and the error that is left."""
         n = len(restored)
         modes = np.full(n, _EXACT, dtype=np.uint8)
         errors = np.zeros(n, dtype=np.float32)
-        missing = self._maps.weigh(features - self._maps.reconstruct(restored))
+        missing = self._maps.weigh(features - self._reconstruct(restored))
         rest = np.ascontiguousarray(missing.transpose(1, 0, 2)).reshape(n, len(self._residual))
         levels = np.zeros(rest.shape, dtype=np.int32)
         todo = np.arange(n)
@@ -295,6 +305,11 @@ class KvtcCodec:
             )
             slab.k[:, exact] = part.k
             slab.v[:, exact] = part.v
+
+
+def _length(kept: NDArray[np.bool_]) -> int:
+    """Of the part that holds every kept coefficient."""
+    return int(np.flatnonzero(kept)[-1]) + 1 if kept.any() else 0
 
 
 def _code(levels: I32, contexts: NDArray[np.intp], tables: FrequencyTables, escapes: list[I32]) -> bytes:

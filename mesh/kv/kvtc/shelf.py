@@ -10,24 +10,19 @@ from mesh.kv.codec_types import Codec
 from mesh.kv.geometry import KvGeometry
 from mesh.kv.kvtc.artifact import Artifact
 from mesh.kv.kvtc.codec import PREFIX, KvtcCodec
-from mesh.kv.kvtc.transform import LinearMaps
+from mesh.kv.kvtc.transform import LinearMaps, NumpyMaps
 
 _DIGEST_CHARS = 16
 _lock = threading.Lock()
-_artifacts: dict[str, Artifact] = {}
+_artifacts: dict[str, tuple[Artifact, LinearMaps]] = {}
 _codecs: dict[str, KvtcCodec] = {}
 
 
-def put(artifact: Artifact) -> None:
-    """Make an artifact known."""
+def put(artifact: Artifact, maps: LinearMaps | None = None) -> None:
+    """Make an artifact known. `maps`: a faster twin's products for its codecs."""
+    remove(artifact)
     with _lock:
-        _artifacts[artifact.digest[:_DIGEST_CHARS]] = artifact
-
-
-def put_codec(codec: KvtcCodec) -> None:
-    """Use this codec for its name: one whose maps are a faster twin's."""
-    with _lock:
-        _codecs[codec.name] = codec
+        _artifacts[artifact.digest[:_DIGEST_CHARS]] = artifact, maps or NumpyMaps(artifact)
 
 
 def remove(artifact: Artifact) -> None:
@@ -43,22 +38,23 @@ def for_model(geometry: KvGeometry, weights_lineage: str) -> Artifact | None:
     """An artifact that was calibrated on this model."""
     with _lock:
         known = list(_artifacts.values())
-    for artifact in known:
+    for artifact, _ in known:
         if artifact.geometry == geometry and artifact.weights_lineage == weights_lineage:
             return artifact
     return None
 
 
-def codec_named(name: str, *, exact: Codec, maps: LinearMaps | None = None) -> KvtcCodec:
-    """The codec `kvtc:DIGEST16:SETTING`; made when first asked for (a second or so for its matrices), then kept.
-    Raises KvIncompatible if the artifact or the setting is not here."""
+def codec_named(name: str, *, exact: Codec) -> KvtcCodec:
+    """The codec `kvtc:DIGEST16:SETTING`; made when first asked for, then kept. Raises KvIncompatible if the artifact or
+    the setting is not here."""
     with _lock:
         if (codec := _codecs.get(name)) is not None:
             return codec
         digest, _, setting = name.removeprefix(PREFIX).partition(":")
-        artifact = _artifacts.get(digest)
-    if artifact is None:
+        found = _artifacts.get(digest)
+    if found is None:
         raise KvIncompatible(f"codec {name!r} needs a kvtc artifact that is not here", field="codec")
+    artifact, maps = found
     made = KvtcCodec(artifact, artifact.setting(setting), exact, maps)
     with _lock:
         return _codecs.setdefault(name, made)

@@ -7,6 +7,7 @@ error is what the model's output feels of it to second order; the basis is ortho
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from mesh.errors import KvIncompatible
 from mesh.kv.elements import from_f32, to_f32
 from mesh.kv.geometry import KvDtype, KvGeometry
-from mesh.kv.kvtc.artifact import Artifact, Setting, n_features
+from mesh.kv.kvtc.artifact import Artifact, n_features
 from mesh.kv.slab import KvSlab
 from mesh.model.architectures import RopePairs, architecture_facts
 from mesh.model.rope_scaling import inverse_frequencies
@@ -59,13 +60,13 @@ def _rotate(k: F32, geometry: KvGeometry, start: int, sign: float) -> None:
 
 
 class LinearMaps(Protocol):
-    """The products of one setting. Coefficients are of the kept ones of K, then of V: [n_tokens, n_kept]."""
+    """The products of one artifact. Coefficients [n_tokens, sum(ranks)] are the first `ranks` of K, then of V."""
 
-    def project(self, features: F32) -> tuple[F32, F32]:
+    def project(self, features: F32, ranks: tuple[int, int]) -> tuple[F32, F32]:
         """Coefficients, and the weighted energy of each token [n_tokens] (of its distance to the mean)."""
         ...
 
-    def reconstruct(self, coefficients: F32) -> F32:
+    def reconstruct(self, coefficients: F32, ranks: tuple[int, int]) -> F32:
         """Features [2, n_tokens, F]."""
         ...
 
@@ -79,34 +80,39 @@ class LinearMaps(Protocol):
 
 
 class NumpyMaps:
-    """LinearMaps in numpy; makes its matrices once, of the kept coefficients only."""
+    """LinearMaps in numpy. Its matrices serve all settings and are made when first used: whoever only receives has no
+    need of those for sending. Safe from any thread."""
 
-    def __init__(self, artifact: Artifact, setting: Setting) -> None:
+    def __init__(self, artifact: Artifact) -> None:
         self._mean = artifact.mean
+        self._basis = artifact.basis
         self._weights = artifact.weights
-        self._inverse = np.linalg.inv(artifact.weights.astype(np.float64)).astype(np.float32)
-        self._forward: list[F32] = []
-        self._backward: list[F32] = []
-        _, blocks, dim, _ = artifact.weights.shape
-        for s, columns in enumerate(artifact.kept(setting)):
-            kept = columns.reshape(blocks, dim, -1)
-            self._forward.append(np.matmul(self._weights[s], kept).reshape(blocks * dim, -1))
-            restore = np.matmul(self._inverse[s], kept).reshape(blocks * dim, -1).T
-            self._backward.append(np.concatenate([restore, self._mean[s : s + 1]]))  # the mean is one product more
 
-    def project(self, features: F32) -> tuple[F32, F32]:
+    @functools.cached_property
+    def _inverse(self) -> F32:
+        return np.linalg.inv(self._weights.astype(np.float64)).astype(np.float32)
+
+    @functools.cached_property
+    def _forward(self) -> tuple[F32, ...]:
+        return tuple(_each_block(w, basis) for w, basis in zip(self._weights, self._basis, strict=True))
+
+    @functools.cached_property
+    def _backward(self) -> tuple[F32, ...]:
+        maps = (_each_block(w, basis) for w, basis in zip(self._inverse, self._basis, strict=True))
+        return tuple(np.ascontiguousarray(m.T) for m in maps)
+
+    def project(self, features: F32, ranks: tuple[int, int]) -> tuple[F32, F32]:
         centred = features - self._mean[:, None]
-        coefficients = np.concatenate([centred[s] @ self._forward[s] for s in range(2)], axis=1)
+        coefficients = np.concatenate([centred[s] @ self._forward[s][:, :r] for s, r in enumerate(ranks)], axis=1)
         weighted = self.weigh(centred)
         energy = np.einsum("snf,snf->n", weighted, weighted)
         return coefficients, energy
 
-    def reconstruct(self, coefficients: F32) -> F32:
-        n, split = len(coefficients), len(self._backward[0]) - 1
-        out = np.empty((2, n, self._mean.shape[1]), dtype=np.float32)
-        one = np.ones((n, 1), dtype=np.float32)
-        for s, part in enumerate((coefficients[:, :split], coefficients[:, split:])):
-            np.matmul(np.concatenate([part, one], axis=1), self._backward[s], out=out[s])
+    def reconstruct(self, coefficients: F32, ranks: tuple[int, int]) -> F32:
+        out = np.empty((2, len(coefficients), self._mean.shape[1]), dtype=np.float32)
+        for s, part in enumerate(np.split(coefficients, ranks[:1], axis=1)):
+            np.matmul(part, self._backward[s][: ranks[s]], out=out[s])
+            out[s] += self._mean[s]
         return out
 
     def weigh(self, features: F32) -> F32:
@@ -114,6 +120,12 @@ class NumpyMaps:
 
     def unweigh(self, weighted: F32) -> F32:
         return blockwise(weighted, self._inverse)
+
+
+def _each_block(matrices: F32, basis: F32) -> F32:
+    """[B, D, D] times the blocks of [F, R]."""
+    blocks, dim, _ = matrices.shape
+    return np.matmul(matrices, basis.reshape(blocks, dim, -1)).reshape(basis.shape)
 
 
 def blockwise(features: F32, matrices: F32) -> F32:

@@ -21,19 +21,19 @@ def codecs(dtype: torch.dtype) -> tuple[KvtcCodec, KvtcCodec]:
     exact = codec_named("q8_0")
     return (
         KvtcCodec(a, a.settings[0], exact),
-        KvtcCodec(a, a.settings[0], exact, TorchMaps(a, a.settings[0], CPU, dtype)),
+        KvtcCodec(a, a.settings[0], exact, TorchMaps(a, CPU, dtype)),
     )
 
 
 def test_products_are_the_same() -> None:
     torch.set_num_threads(1)
     a = artifact()
-    plain, twin = NumpyMaps(a, a.settings[0]), TorchMaps(a, a.settings[0], CPU)
+    plain, twin = NumpyMaps(a), TorchMaps(a, CPU)
     x = features(20)
-    for ours, theirs in zip(twin.project(x), plain.project(x), strict=True):
+    for ours, theirs in zip(twin.project(x, (40, 30)), plain.project(x, (40, 30)), strict=True):
         assert np.allclose(ours, theirs, rtol=1e-3, atol=1e-3)
-    c = plain.project(x)[0]
-    assert np.allclose(twin.reconstruct(c), plain.reconstruct(c), atol=1e-3)
+    c = plain.project(x, (40, 30))[0]
+    assert np.allclose(twin.reconstruct(c, (40, 30)), plain.reconstruct(c, (40, 30)), atol=1e-3)
     assert np.allclose(twin.unweigh(twin.weigh(x)), x, atol=1e-3)
 
 

@@ -43,7 +43,7 @@ def back(codec: KvtcCodec, data: bytes, s: KvSlab, dtype: KvDtype = KvDtype.F32)
 
 def errors(made: Artifact, a: KvSlab, b: KvSlab) -> np.ndarray:
     """Weighted squared error of each token."""
-    maps = NumpyMaps(made, made.settings[0])
+    maps = NumpyMaps(made)
     weighted = maps.weigh(features_of(a, GEOMETRY) - features_of(b, GEOMETRY))
     return np.square(weighted).sum(axis=(0, 2))
 
