@@ -52,7 +52,7 @@ def studies(artifact: Artifact, slabs: Sequence[KvSlab]) -> Studies:
     """Over weighted features of test windows: a third to fit on, a third to design on, a third to report."""
     parts = [_weighted(artifact, slab) for slab in slabs]
     thirds = [np.concatenate(parts[i::3], axis=1) for i in range(3)] if len(parts) >= 3 else [parts[0]] * 3
-    fit, middle, last = (np.concatenate([x[s] @ artifact.basis[s] for s in range(2)], axis=1) for x in thirds)
+    fit, middle, last = (_coded(artifact, x) for x in thirds)
     measured = measure(fit, middle, artifact.ranks[0], 0.0)
     report = _measure_again(measured, last)
     uniform, best_greedy, lines = [], [], []
@@ -119,6 +119,13 @@ def _best(work: object, times: int = 12) -> tuple[float, float]:
 def _weighted(artifact: Artifact, slab: KvSlab) -> F32:
     features = features_of(slab, artifact.geometry)[:, SINK_TOKENS::_TOKENS_EVERY]
     return blockwise(np.ascontiguousarray(features - artifact.mean[:, None]), artifact.weights)
+
+
+def _coded(artifact: Artifact, weighted: F32) -> F32:
+    """Coefficients of weighted features, K's beside V's, V's less what K's tell of them."""
+    k, v = (weighted[s] @ artifact.basis[s] for s in range(2))
+    v[:, : artifact.predict.shape[1]] -= k @ artifact.predict
+    return np.concatenate([k, v], axis=1)
 
 
 def _measure_again(measured: Measured, coefficients: F32) -> Measured:

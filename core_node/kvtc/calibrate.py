@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from core_node.kvtc.design import GROUP, Measured, design, measure
+from core_node.kvtc.design import GROUP, Measured, design, measure, predict_v
 from core_node.kvtc.probe import ModelProbe
 from core_node.kvtc.quality_probe import HeldOut, Loss, loss_of
 from core_node.kvtc.statistics import Covariance, Sensitivity, fast_dtype, leading_eigenvectors, weigh_both_sides
@@ -32,6 +32,7 @@ from mesh.kv.elements import convert
 from mesh.kv.geometry import KvDtype
 from mesh.kv.kvtc.artifact import Artifact, Probed, Quality, Setting, make_artifact, n_features
 from mesh.kv.kvtc.codec import SINK_TOKENS, WINDOW_TOKENS, KvtcCodec
+from mesh.kv.kvtc.quantise import quantise
 from mesh.kv.kvtc.transform import features_of
 from mesh.kv.slab import KvSlab
 from mesh.model.description import ModelDescription
@@ -40,7 +41,9 @@ from mesh.model.tokenizer import load_tokenizer
 Progress = Callable[[int, int, str], None]
 _F16_BITS = 16
 _PLAIN = ("f16", "q8_0", "q4")  # probed too, each with Zstandard over it
-_KEPT_EVERY = 8  # of the fit windows' tokens are kept for magnitudes
+_KEPT_EVERY = 2  # of the fit windows' tokens are kept for the prediction of V
+_STATISTICS_EVERY = 4  # of these for magnitudes
+_RESIDUAL_EVERY = 8
 _MAX_HELD_OUT_TOKENS = 2500  # for rates and errors
 
 
@@ -56,6 +59,7 @@ class Plan:
     sensitivity_every: int = 2  # of the fit windows
     continuation_tokens: int = 128
     targets: tuple[int, ...] = (16, 24, 32, 40, 50, 64)
+    typical_ratio: float = 32.0  # that K is quantised for when V's prediction is learned
     shrink_ratio: float = 0.1
     floor_ratio: float = 0.02
     bound_ratio: float = 2.0
@@ -111,13 +115,15 @@ def calibrate(
 
 @dataclass(frozen=True, slots=True)
 class _Basis:
-    """f32: `mean` [2, F], `weights` [2, B, D, D], `vectors` [F, R_K] and [F, R_V]; `fit`: coefficients of some
-    tokens, K's beside V's."""
+    """f32: `mean` [2, F], `weights` [2, B, D, D], `vectors` [F, R_K] and [F, R_V], `predict` [R_K, P]; `fit`: what is
+    coded of some tokens' coefficients, K's beside V's; `k_step`: a usual quantiser's."""
 
     mean: NDArray[np.float32]
     weights: NDArray[np.float32]
     vectors: tuple[NDArray[np.float32], NDArray[np.float32]]
+    predict: NDArray[np.float32]
     fit: NDArray[np.float32]
+    k_step: float
 
     def weigh(self, features: NDArray[np.float32]) -> torch.Tensor:
         """Weighted distance to the mean [2, n, F]."""
@@ -128,6 +134,14 @@ class _Basis:
     def coefficients(self, weighted: torch.Tensor) -> torch.Tensor:
         """[n, R_K + R_V]."""
         return torch.cat([weighted[s] @ torch.from_numpy(self.vectors[s]) for s in range(2)], dim=1)
+
+    def coded(self, coefficients: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The same with V's less what K's, once quantised, tell of them."""
+        rank_k, predicted = self.predict.shape
+        out = coefficients.copy()
+        k = quantise(coefficients[:, :rank_k], np.float32(self.k_step)) * np.float32(self.k_step)
+        out[:, rank_k : rank_k + predicted] -= k @ self.predict
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +159,7 @@ class _Parts:
             mean=self.basis.mean,
             weights=self.basis.weights,
             basis=self.basis.vectors,
+            predict=self.basis.predict,
             residual=self.residual,
             frequencies=self.measured.tables.frequencies.astype(np.uint16),
             settings=settings,
@@ -154,7 +169,11 @@ class _Parts:
 
 
 def _bits(description: ModelDescription) -> int:
-    return 2 * n_features(description.geometry) * _F16_BITS
+    return _bits_of(n_features(description.geometry))
+
+
+def _bits_of(features: int) -> int:
+    return 2 * features * _F16_BITS
 
 
 def _split(
@@ -191,7 +210,7 @@ def _learn(
     for i, (_, ids) in enumerate(fit):
         progress(i, len(fit), "windows")
         features = features_of(probe.prefill(ids), geometry)[:, SINK_TOKENS:]
-        some.append(features[:, ::_KEPT_EVERY])
+        some.append(features[:, ::_KEPT_EVERY].astype(np.float16))
         for s in range(2):
             covariances[s].add(torch.from_numpy(features[s]))
         if i % plan.sensitivity_every == 0:
@@ -212,10 +231,15 @@ def _learn(
         mean=torch.stack(means).numpy(),
         weights=torch.stack(weights).numpy(),
         vectors=(vectors[0], vectors[1]),
+        predict=np.empty((vectors[0].shape[1], 0), dtype=np.float32),
         fit=np.empty((0, 0), dtype=np.float32),
+        k_step=1.0,
     )
-    fitted = [basis.coefficients(basis.weigh(np.ascontiguousarray(x))).numpy() for x in some]
-    return replace(basis, fit=np.concatenate(fitted))
+    fitted = [basis.coefficients(basis.weigh(x.astype(np.float32))).numpy() for x in some]
+    coefficients = np.concatenate(fitted)
+    k_step, predict = predict_v(coefficients, basis.vectors[0].shape[1], _bits_of(n) / plan.typical_ratio)
+    basis = replace(basis, predict=predict, k_step=k_step)
+    return replace(basis, fit=basis.coded(coefficients[::_STATISTICS_EVERY]))
 
 
 def _middle(slab_features: NDArray[np.float32], plan: Plan) -> NDArray[np.float32]:
@@ -232,7 +256,7 @@ def _measure(basis: _Basis, held: Sequence[HeldOut], description: ModelDescripti
         c = basis.coefficients(weighted)
         outside += float(weighted.square().sum() - c.square().sum())
         n += len(c)
-        coefficients.append(c.numpy())
+        coefficients.append(basis.coded(c.numpy()))
     return measure(basis.fit, np.concatenate(coefficients), basis.vectors[0].shape[1], max(0.0, outside / n))
 
 
@@ -241,7 +265,7 @@ def _residual(basis: _Basis, held: Sequence[HeldOut], description: ModelDescript
     blocks, dim = basis.weights.shape[1:3]
     total = np.zeros((2, blocks))
     for window in held:
-        features = features_of(window.slab, description.geometry)[:, SINK_TOKENS::_KEPT_EVERY]
+        features = features_of(window.slab, description.geometry)[:, SINK_TOKENS::_RESIDUAL_EVERY]
         weighted = basis.weigh(np.ascontiguousarray(features)).numpy()
         for s in range(2):
             rest = weighted[s] - (weighted[s] @ basis.vectors[s]) @ basis.vectors[s].T

@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from core_node.kvtc.texts import Text, built_in, from_files
-from mesh.kv.kvtc.artifact import SUFFIX, Artifact, read_artifact
+from mesh.kv.kvtc.artifact import Artifact, read_artifact
+from mesh.kv.kvtc.shelf import path_beside
 from mesh.model.description import describe
 
 if TYPE_CHECKING:  # torch takes seconds to import: only calibration itself does
@@ -35,14 +36,14 @@ def calibrate_command(
     ] = None,
     only_text: Annotated[bool, typer.Option("--only-text", help="Leave the built-in texts out.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: beside the model.")] = None,
-    fit_windows: Annotated[int, typer.Option("--windows", min=4, help="Windows of 1,024 tokens to learn of.")] = 40,
+    fit_windows: Annotated[int, typer.Option("--windows", min=4, help="Windows of 1,024 tokens to learn of.")] = 18,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: one per core.")] = 0,
 ) -> None:
     """Make the artifact of MODEL: minutes on two cores for a small model, the same file for the same input."""
     given = from_files(text or ())
     texts = given if only_text and given else (*given, *built_in())
     made = run_with_bar(model, texts, fit_windows, threads)
-    target = out or default_path(model)
+    target = out or path_beside(model)
     write_artifact(target, made.data)
     console = Console()
     console.print(table_of(made.artifact))
@@ -57,11 +58,6 @@ def show_command(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
     rank_k, rank_v = artifact.ranks
     console.print(f"{artifact.geometry.architecture}, ranks {rank_k} and {rank_v}, digest {artifact.digest[:16]}")
     console.print(artifact.notes)
-
-
-def default_path(model: Path) -> Path:
-    """Where a model's artifact is kept: beside it."""
-    return model.with_name(model.name + SUFFIX)
 
 
 def run_with_bar(model: Path, texts: tuple[Text, ...], fit_windows: int, threads: int) -> Calibration:

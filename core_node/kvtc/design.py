@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh.kv.kvtc.allocate import allocate
-from mesh.kv.kvtc.artifact import Setting
+from mesh.kv.kvtc.artifact import PREDICTED, Setting
 from mesh.kv.kvtc.quantise import code_bits, context_of, laplace_counts, quantise, symbols_of, zones_of
 from mesh.kv.kvtc.rans import PROB_BITS, FrequencyTables, normalise
 
@@ -76,6 +76,21 @@ def measure(fit: F32, held_out: F32, rank_k: int, outside: float) -> Measured:
         tables=tables,
         rank_k=rank_k,
     )
+
+
+def predict_v(coefficients: F32, rank_k: int, bits_per_token: float) -> tuple[float, F32]:
+    """What K's coefficients tell of V's, both beside each other in `coefficients` [n_tokens, n]: the step of a uniform
+    quantiser at this rate, and the linear map [rank_k, P] that does best once K has that quantiser's noise (Wiener)."""
+    second = np.square(coefficients, dtype=np.float64).mean(axis=0)
+    low, high = 0.0, float(second.max())
+    for _ in range(50):  # reverse water-filling: the noise at which the rate is what it should be
+        noise = (low + high) / 2
+        rate = 0.5 * np.log2(np.maximum(second / noise, 1.0)).sum()
+        low, high = (noise, high) if rate > bits_per_token else (low, noise)
+    k, v = coefficients[:, :rank_k], coefficients[:, rank_k : rank_k + PREDICTED]
+    gram = (k.T @ k).astype(np.float64) + np.diag(len(k) * np.minimum(noise, second[:rank_k]))
+    predict: F32 = np.linalg.solve(gram, (k.T @ v).astype(np.float64)).astype(np.float32)
+    return float(np.sqrt(12.0 * noise)), predict
 
 
 def grouped(values: F64) -> F64:

@@ -25,7 +25,8 @@ class TorchMaps:
 
     @functools.cached_property
     def _inverse(self) -> torch.Tensor:
-        return torch.linalg.inv(self._weights.double()).float()
+        inverse: torch.Tensor = torch.linalg.inv(self._weights.double()).float()
+        return inverse
 
     @functools.cached_property
     def _forward(self) -> tuple[torch.Tensor, ...]:
@@ -50,7 +51,8 @@ class TorchMaps:
 
     @torch.inference_mode()
     def reconstruct(self, coefficients: F32, ranks: tuple[int, int]) -> F32:
-        parts = self._tensor(coefficients).to(self._dtype).split(ranks, dim=1)
+        both = self._tensor(coefficients).to(self._dtype)
+        parts = both[:, : ranks[0]], both[:, ranks[0] :]
         products = [(part @ self._backward[s][: ranks[s]]).float() for s, part in enumerate(parts)]
         out: F32 = (torch.stack(products) + self._mean).cpu().numpy()
         return out

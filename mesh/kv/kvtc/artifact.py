@@ -31,6 +31,7 @@ MAX_RANK = 4096
 MAX_BYTES = 1 << 30
 N_CONTEXTS = 64
 HEAD = 128  # columns of a basis in bf16
+PREDICTED = 1024  # coefficients of V that are predicted of K's, at most
 F32 = NDArray[np.float32]
 
 
@@ -90,13 +91,15 @@ def worst_loss_ratio(quality: tuple[Quality, ...]) -> float:
 class Artifact:
     """`mean` f32 [2, F]; `weights` f32 [2, B, head_dim, head_dim], symmetric and positive: features times these are
     in units of what the model's output feels; `basis` f32 [F, R_K] and [F, R_V], orthonormal columns over weighted
-    features; `residual` f32 [2, B]: mean magnitude of what the basis leaves of a block, over that of all blocks."""
+    features; `predict` f32 [R_K, P]: what K's coefficients tell of V's first P; `residual` f32 [2, B]: mean magnitude
+    of what the basis leaves of a block, over that of all blocks."""
 
     geometry: KvGeometry
     weights_lineage: str
     mean: F32
     weights: F32
     basis: tuple[F32, F32]
+    predict: F32
     residual: F32
     tables: FrequencyTables
     settings: tuple[Setting, ...]
@@ -113,7 +116,7 @@ class Artifact:
     def basis_bytes(self) -> int:
         """Size in the file of what does not depend on the settings."""
         columns = sum(2 * min(r, HEAD) + max(0, r - HEAD) for r in self.ranks)
-        return columns * int(self.mean.shape[1]) + 2 * self.weights.size + 4 * self.mean.size
+        return columns * int(self.mean.shape[1]) + 2 * self.weights.size + 4 * self.mean.size + self.predict.size
 
     def kept(self, setting: Setting) -> tuple[F32, F32]:
         """The columns that a setting uses, of K and of V."""
@@ -141,6 +144,7 @@ def make_artifact(
     mean: F32,
     weights: F32,
     basis: tuple[F32, F32],
+    predict: F32,
     residual: F32,
     frequencies: NDArray[np.uint16],
     settings: tuple[Setting, ...],
@@ -153,6 +157,7 @@ def make_artifact(
         "geometry": asdict(geometry),
         "weights_lineage": weights_lineage,
         "ranks": [b.shape[1] for b in basis],
+        "predicted": predict.shape[1],
         "notes": notes,
         "probed": [asdict(p) for p in probed],
         "settings": [{"name": s.name, "bound": s.bound, "quality": [asdict(q) for q in s.quality]} for s in settings],
@@ -162,6 +167,7 @@ def make_artifact(
         mean.astype("<f4"),
         weights.astype("<f2"),
         *(part for b in basis for part in _pack_basis(b)),
+        *_pack_int8(predict),
         residual.astype("<f4"),
         frequencies.astype("<u2"),
         np.stack([s.steps for s in settings]).astype("<f4"),
@@ -182,7 +188,7 @@ def parse_artifact(data: bytes) -> Artifact:
         header = json.loads(data[at : at + size])
         geometry = KvGeometry(**header["geometry"])
         rank_k, rank_v = (int(r) for r in header["ranks"])
-        shapes = _shapes(geometry, (rank_k, rank_v), len(header["settings"]))
+        shapes = _shapes(geometry, (rank_k, rank_v), int(header["predicted"]), len(header["settings"]))
         arrays: dict[str, NDArray[Any]] = {}
         at += size
         for name, (dtype, shape) in shapes.items():
@@ -212,6 +218,7 @@ def parse_artifact(data: bytes) -> Artifact:
         mean=arrays["mean"].astype(np.float32),
         weights=arrays["weights"].astype(np.float32),
         basis=(_unpack_basis(arrays, "k"), _unpack_basis(arrays, "v")),
+        predict=_unpack_int8(arrays, "predict"),
         residual=arrays["residual"].astype(np.float32),
         tables=FrequencyTables(arrays["frequencies"]),
         settings=settings,
@@ -238,31 +245,44 @@ def read_artifact(path: Path) -> Artifact:
 def _pack_basis(basis: F32) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Head in bf16, scales of the tail's columns, tail in int8."""
     head, tail = basis[:, :HEAD], basis[:, HEAD:]
-    scales = np.maximum(np.abs(tail).max(axis=0, initial=0.0) / 127, 1e-12).astype("<f4")
-    return f32_to_bf16_bits(head).astype("<u2"), scales, np.rint(tail / scales).astype("i1")
+    return f32_to_bf16_bits(head).astype("<u2"), *_pack_int8(tail)
+
+
+def _pack_int8(columns: F32) -> tuple[NDArray[Any], NDArray[Any]]:
+    """A scale a column, and the columns in int8."""
+    scales = np.maximum(np.abs(columns).max(axis=0, initial=0.0) / 127, 1e-12).astype("<f4")
+    return scales, np.rint(columns / scales).astype("i1")
+
+
+def _unpack_int8(arrays: dict[str, NDArray[Any]], name: str) -> F32:
+    return arrays[name].astype(np.float32) * arrays[f"scales_{name}"].astype(np.float32)
 
 
 def _unpack_basis(arrays: dict[str, NDArray[Any]], stream: str) -> F32:
-    tail = arrays[f"tail_{stream}"].astype(np.float32) * arrays[f"scales_{stream}"].astype(np.float32)
-    return np.concatenate([bf16_bits_to_f32(arrays[f"head_{stream}"]), tail], axis=1)
+    return np.concatenate([bf16_bits_to_f32(arrays[f"head_{stream}"]), _unpack_int8(arrays, f"tail_{stream}")], axis=1)
 
 
-def _shapes(g: KvGeometry, ranks: tuple[int, int], n_settings: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _shapes(
+    g: KvGeometry, ranks: tuple[int, int], predicted: int, n_settings: int
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     sizes = (g.n_layers, g.n_kv_heads, g.head_dim)
     if not all(isinstance(n, int) and 1 <= n <= 1 << 14 for n in sizes) or g.head_dim % 2:
         raise ValueError(f"layers, heads and dims are {sizes}")
     features, blocks = n_features(g), g.n_layers * g.n_kv_heads
     if not (all(1 <= r <= min(features, MAX_RANK) for r in ranks) and 1 <= n_settings <= 64):
         raise ValueError(f"ranks {ranks} with {n_settings} settings")
+    if not 0 <= predicted <= min(ranks[1], PREDICTED):
+        raise ValueError(f"{predicted} coefficients of V are predicted")
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         "mean": ("<f4", (2, features)),
         "weights": ("<f2", (2, blocks, g.head_dim, g.head_dim)),
     }
     for stream, r in zip("kv", ranks, strict=True):
         shapes[f"head_{stream}"] = ("<u2", (features, min(r, HEAD)))
-        shapes[f"scales_{stream}"] = ("<f4", (max(0, r - HEAD),))
+        shapes[f"scales_tail_{stream}"] = ("<f4", (max(0, r - HEAD),))
         shapes[f"tail_{stream}"] = ("i1", (features, max(0, r - HEAD)))
     rank = max(ranks)
+    shapes |= {"scales_predict": ("<f4", (predicted,)), "predict": ("i1", (ranks[0], predicted))}
     return shapes | {
         "residual": ("<f4", (2, blocks)),
         "frequencies": ("<u2", (N_CONTEXTS, N_SYMBOLS)),
@@ -273,7 +293,13 @@ def _shapes(g: KvGeometry, ranks: tuple[int, int], n_settings: int) -> dict[str,
 
 
 def _check_values(a: Artifact) -> None:
-    parts = {"mean": a.mean, "weights": a.weights, "basis of K": a.basis[0], "basis of V": a.basis[1]}
+    parts = {
+        "mean": a.mean,
+        "weights": a.weights,
+        "basis of K": a.basis[0],
+        "basis of V": a.basis[1],
+        "prediction": a.predict,
+    }
     for name, part in (parts | {"residual": a.residual}).items():
         if not np.isfinite(part).all():
             raise PayloadCorrupt(f"kvtc artifact: {name} is not finite")

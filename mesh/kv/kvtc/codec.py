@@ -29,7 +29,6 @@ from mesh.errors import KvIncompatible, PayloadCorrupt
 from mesh.kv.codec_types import Codec
 from mesh.kv.elements import convert
 from mesh.kv.geometry import KvDtype, KvGeometry
-from mesh.kv.kvtc.adapt import BLOCK_ROWS, TokenScales, symbols_and_contexts
 from mesh.kv.kvtc.artifact import Artifact, Setting
 from mesh.kv.kvtc.quantise import (
     ESCAPE,
@@ -95,6 +94,8 @@ class KvtcCodec:
         self._steps: F32 = setting.steps[kept]
         self._restore: F32 = setting.restore[kept]
         self._contexts: NDArray[np.intp] = setting.contexts[kept].astype(np.intp)
+        self._n_k = int(kept[0].sum())
+        self._predict: F32 = artifact.predict[kept[0, : artifact.ranks[0]]][:, kept[1, : artifact.predict.shape[1]]]
         self._zones = zones_of(artifact.tables).of(self._contexts)
         dim = artifact.geometry.head_dim
         self._residual = np.repeat(artifact.residual.ravel(), dim)  # of each feature of K, then of V
@@ -124,8 +125,7 @@ class KvtcCodec:
         features = features_of(slab, self._geometry)
         coefficients, energy = self._maps.project(features, self._ranks)
         coefficients = coefficients[:, self._kept]
-        levels = quantise(coefficients, self._steps, self._zones)
-        restored = levels.astype(np.float32) * self._restore
+        levels, restored = self._quantise(coefficients)
         miss = np.square(coefficients - restored).sum(axis=1) - np.square(coefficients).sum(axis=1)
         errors = np.maximum(energy + miss, 0.0)
         over = np.flatnonzero((modes == 0) & (errors > self.setting.bound))
@@ -168,7 +168,7 @@ class KvtcCodec:
             levels = self._read_levels(reader.take(coded_bytes), len(coded), escapes)
             excess = self._read_excess(reader.take(excess_bytes), modes[with_excess], magnitudes, escapes)
             escapes.finish()
-            features = self._reconstruct(levels.astype(np.float32) * self._restore)
+            features = self._reconstruct(self._restored(levels))
             if len(coded) < n_tokens:
                 some = features
                 features = np.zeros((2, n_tokens, some.shape[2]), dtype=np.float32)
@@ -181,6 +181,23 @@ class KvtcCodec:
             raise PayloadCorrupt(f"a chunk of {self.name} holds values that do not fit") from exc
         reader.finish()
         return slab
+
+    def _quantise(self, coefficients: F32) -> tuple[I32, F32]:
+        """Levels, and the coefficients that come back."""
+        n_k, rest = self._n_k, coefficients.copy()
+        levels = np.empty(coefficients.shape, dtype=np.int32)
+        levels[:, :n_k] = quantise(coefficients[:, :n_k], self._steps[:n_k], self._zones.part(slice(None, n_k)))
+        restored_k = levels[:, :n_k].astype(np.float32) * self._restore[:n_k]
+        rest[:, n_k : n_k + self._predict.shape[1]] -= restored_k @ self._predict
+        levels[:, n_k:] = quantise(rest[:, n_k:], self._steps[n_k:], self._zones.part(slice(n_k, None)))
+        return levels, self._restored(levels)
+
+    def _restored(self, levels: I32) -> F32:
+        """Kept coefficients [n, n_kept]: V's are what K's tell of them, and what was coded."""
+        n_k = self._n_k
+        restored: F32 = levels.astype(np.float32) * self._restore
+        restored[:, n_k : n_k + self._predict.shape[1]] += restored[:, :n_k] @ self._predict
+        return restored
 
     def _reconstruct(self, restored: F32) -> F32:
         """Features [2, n, F] of kept coefficients [n, n_kept]."""
@@ -229,9 +246,8 @@ class KvtcCodec:
         coefficient_bytes = b""
         if len(coded):
             rows = np.ascontiguousarray(levels[coded].T)
-            symbols, contexts = symbols_and_contexts(self._contexts, rows, self._artifact.tables)
-            escapes.append(rows[symbols == ESCAPE])
-            coefficient_bytes = encode(symbols, contexts, self._artifact.tables)
+            contexts = np.broadcast_to(self._contexts[:, None], rows.shape)
+            coefficient_bytes = _code(rows, contexts, self._artifact.tables, escapes)
         magnitudes, excess_bytes = np.empty(0, dtype=np.uint8), b""
         if len(excess):
             steps = self._excess_steps[modes[(modes > 0) & (modes != _EXACT)] - 1]
@@ -265,11 +281,8 @@ class KvtcCodec:
         if n_coded:
             decoder = Decoder(data, n_coded, self._artifact.tables)
             symbols = np.empty(levels.shape, dtype=np.uint8)
-            scales = TokenScales(self._contexts, n_coded)
-            for row in range(0, len(symbols), BLOCK_ROWS):
-                for i, contexts in enumerate(scales.contexts(row), start=row):
-                    symbols[i] = decoder.step(contexts)
-                scales.saw(row, symbols[row : row + BLOCK_ROWS])
+            for row, context in enumerate(self._contexts):
+                symbols[row] = decoder.step(context)
             decoder.finish()
             levels = levels_of(symbols)
             escapes.fill(levels, symbols)

@@ -17,7 +17,7 @@ U8 = NDArray[np.uint8]
 ROUNDING = np.float32(0.42)  # below one half: a zero is cheaper than what it spoils
 ESCAPE = N_SYMBOLS - 1
 _LARGEST = (ESCAPE - 1) // 2
-PER_OCTAVE = 4
+_PER_OCTAVE = 4
 _LOWEST_OCTAVE = -9
 MAX_LEVEL = 1 << 30
 _EXCHANGE = float(np.log(2.0)) / 6.0
@@ -46,6 +46,9 @@ class Zones:
     def of(self, contexts: NDArray[np.intp]) -> Zones:
         """Each coefficient's, by its table."""
         return Zones(self.dead[contexts], self.rounding[contexts])
+
+    def part(self, coefficients: slice) -> Zones:
+        return Zones(self.dead[coefficients], self.rounding[coefficients])
 
 
 def zones_of(tables: FrequencyTables) -> Zones:
@@ -79,14 +82,8 @@ def escape_what_has_no_frequency(symbols: U8, contexts: NDArray[np.intp], tables
 def context_of(mean_level: NDArray[np.floating]) -> NDArray[np.intp]:
     """The frequency table for coefficients whose |level| is `mean_level` on average."""
     octave = np.log2(np.maximum(mean_level, 2.0**_LOWEST_OCTAVE)) - _LOWEST_OCTAVE
-    contexts: NDArray[np.intp] = np.clip(np.rint(octave * PER_OCTAVE), 0, N_CONTEXTS - 1).astype(np.intp)
+    contexts: NDArray[np.intp] = np.clip(np.rint(octave * _PER_OCTAVE), 0, N_CONTEXTS - 1).astype(np.intp)
     return contexts
-
-
-def expected_level(contexts: NDArray[np.intp]) -> NDArray[np.float64]:
-    """The mean |level| that each table is for."""
-    level: NDArray[np.float64] = 2.0 ** (contexts / PER_OCTAVE + _LOWEST_OCTAVE)
-    return level
 
 
 def mean_level(magnitude: NDArray[np.floating], step: float) -> NDArray[np.float64]:
@@ -99,7 +96,7 @@ def mean_level(magnitude: NDArray[np.floating], step: float) -> NDArray[np.float
 
 def laplace_counts() -> NDArray[np.float64]:
     """Shapes to begin with, f64 [N_CONTEXTS, N_SYMBOLS]: each context's levels as if Laplace, the escape rare."""
-    target = 2.0 ** (np.arange(N_CONTEXTS) / PER_OCTAVE + _LOWEST_OCTAVE)
+    target = 2.0 ** (np.arange(N_CONTEXTS) / _PER_OCTAVE + _LOWEST_OCTAVE)
     low, high = np.full(N_CONTEXTS, 1e-4), np.full(N_CONTEXTS, 1e4)
     for _ in range(60):  # the magnitude (in steps) whose mean level is the target
         middle = np.sqrt(low * high)

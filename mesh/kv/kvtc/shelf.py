@@ -4,15 +4,18 @@ by their name alone, as all others are. Safe from any thread."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 from mesh.errors import KvIncompatible
 from mesh.kv.codec_types import Codec
 from mesh.kv.geometry import KvGeometry
-from mesh.kv.kvtc.artifact import Artifact
+from mesh.kv.kvtc.artifact import SUFFIX, Artifact, read_artifact
 from mesh.kv.kvtc.codec import PREFIX, KvtcCodec
 from mesh.kv.kvtc.transform import LinearMaps, NumpyMaps
 
 _DIGEST_CHARS = 16
+MakeMaps = Callable[[Artifact], LinearMaps]
 _lock = threading.Lock()
 _artifacts: dict[str, tuple[Artifact, LinearMaps]] = {}
 _codecs: dict[str, KvtcCodec] = {}
@@ -58,3 +61,32 @@ def codec_named(name: str, *, exact: Codec) -> KvtcCodec:
     made = KvtcCodec(artifact, artifact.setting(setting), exact, maps)
     with _lock:
         return _codecs.setdefault(name, made)
+
+
+def path_beside(model: Path) -> Path:
+    """Where a model's artifact is kept: beside its file or folder."""
+    return model.with_name(model.name + SUFFIX)
+
+
+def put_beside(
+    model: Path, geometry: KvGeometry, weights_lineage: str, make_maps: MakeMaps = NumpyMaps
+) -> Artifact | None:
+    """Put the artifact that lies beside a model on the shelf; None if none does. Raises PayloadCorrupt if it is
+    malformed, KvIncompatible if it was calibrated on another model. Blocks for a second."""
+    path = path_beside(model)
+    if not path.is_file():
+        return None
+    artifact = read_artifact(path)
+    check_made_for(artifact, geometry, weights_lineage)
+    put(artifact, make_maps(artifact))
+    return artifact
+
+
+def check_made_for(artifact: Artifact, geometry: KvGeometry, weights_lineage: str) -> None:
+    """Raise KvIncompatible if the artifact was calibrated on another model."""
+    if artifact.geometry.layout_hash != geometry.layout_hash or artifact.weights_lineage != weights_lineage:
+        raise KvIncompatible(
+            f"kvtc artifact {artifact.digest[:16]} was calibrated on another model; make this one's with "
+            "`kvmesh kvtc calibrate MODEL`",
+            field="artifact",
+        )

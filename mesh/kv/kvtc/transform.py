@@ -125,7 +125,8 @@ class NumpyMaps:
 def _each_block(matrices: F32, basis: F32) -> F32:
     """[B, D, D] times the blocks of [F, R]."""
     blocks, dim, _ = matrices.shape
-    return np.matmul(matrices, basis.reshape(blocks, dim, -1)).reshape(basis.shape)
+    out: F32 = np.matmul(matrices, basis.reshape(blocks, dim, -1)).reshape(basis.shape)
+    return out
 
 
 def blockwise(features: F32, matrices: F32) -> F32:

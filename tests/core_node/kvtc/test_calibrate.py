@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from core_node.kvtc.calibrate import Calibration, Plan, calibrate
-from core_node.kvtc.commands import default_path, register
+from core_node.kvtc.commands import register
 from core_node.kvtc.probe import ModelProbe
 from core_node.kvtc.quality_probe import HeldOut, loss_of
 from core_node.kvtc.texts import Text, built_in, from_files, windows
@@ -179,8 +179,4 @@ def test_the_command_writes_an_artifact_and_shows_it(model: ModelDescription, tm
     assert read_artifact(out).settings
     shown = runner.invoke(app, ["kvtc", "show", str(out)])
     assert shown.exit_code == 0
-    assert "12x" in shown.output
-
-
-def test_the_artifact_is_kept_beside_the_model() -> None:
-    assert default_path(Path("/models/a.gguf")) == Path("/models/a.gguf.kvtc")
+    assert "16x" in shown.output

@@ -62,6 +62,7 @@ def artifact_parts(*, step: float = 0.05, bound: float = 0.5) -> dict[str, objec
         "mean": mean,
         "weights": weights,
         "basis": (basis[0], basis[1]),
+        "predict": 0.1 * rng.standard_normal((RANK, RANK // 2)).astype(np.float32),
         "residual": np.ones((2, blocks), dtype=np.float32),
         "frequencies": normalise(laplace_counts()),
         "settings": (
