@@ -14,11 +14,13 @@ from grpc_health.v1 import health_pb2
 
 from core_node.engine.engine import CoreEngine
 from core_node.engine.settings import CoreEngineSettings
+from core_node.kvtc.twin import torch_maps
 from core_node.load_view import LoadView
 from mesh.http.status_app import status_app
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
 from mesh.identity.signing import NodeIdentity
+from mesh.kv.profiling import codecs_beside
 from mesh.model.description import model_digest
 from mesh.node.grpc_port_transfer import GrpcTransport
 from mesh.node.host import NodeHost
@@ -79,13 +81,17 @@ async def serve(settings: CoreSettings) -> None:
         host.set_role(settings.role)
         stack.push_async_callback(host.close)
         digest = await asyncio.to_thread(model_digest, settings.model.path)
+        info = engine.info
+        codecs = await asyncio.to_thread(
+            codecs_beside, settings.model.path, info.geometry, info.weights_lineage, torch_maps
+        )
         address = str(settings.listeners.advertise or node.address)
 
         def registration(role: ServingRole) -> Registration:
             return to_registration(
                 place,
                 address,
-                (ModelFacts.of(engine.info, digest),),
+                (ModelFacts.of(info, digest, codecs),),
                 ttl_s=settings.registry.ttl_s,
                 health_address=health.address,
                 role=role,

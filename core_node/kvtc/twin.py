@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from core_node.kvtc.statistics import fast_dtype
 from mesh.kv.kvtc.artifact import Artifact
 
 F32 = NDArray[np.float32]
@@ -74,3 +75,8 @@ class TorchMaps:
 
     def _tensor(self, array: F32) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def torch_maps(artifact: Artifact) -> TorchMaps:
+    """Those of a core node's CPU, in the precision that it multiplies fastest."""
+    return TorchMaps(artifact, torch.device("cpu"), fast_dtype())

@@ -28,6 +28,7 @@ from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
 from mesh.identity.principal import AccessRole, Principal
 from mesh.identity.signing import NodeIdentity
+from mesh.kv.profiling import codecs_beside
 from mesh.machine import usable_threads
 from mesh.model.description import model_digest
 from mesh.node.engine import EngineLoad
@@ -82,7 +83,9 @@ async def serve(settings: EdgeSettings) -> None:
         await engine.start()
         speeds = await engine.self_test()
         digest = await asyncio.to_thread(model_digest, settings.model.path)
-        models = (ModelFacts.of(engine.info, digest),)
+        info = engine.info
+        codecs = await asyncio.to_thread(codecs_beside, settings.model.path, info.geometry, info.weights_lineage)
+        models = (ModelFacts.of(info, digest, codecs),)
 
         guard = BookGuard(lambda: site.book)
         host = NodeHost(engine, identity, guard, place)

@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh.errors import MeshError
 from mesh.kv.chunks import CHUNK_TOKENS
 from mesh.kv.codec_profile import CodecProfile
 from mesh.kv.codecs import codec_named
 from mesh.kv.geometry import KvDtype, KvGeometry
+from mesh.kv.kvtc import shelf
 from mesh.kv.kvtc.artifact import Artifact, Quality, n_features, worst_loss_ratio
 from mesh.kv.kvtc.codec import PREFIX
-from mesh.kv.kvtc.transform import slab_of
+from mesh.kv.kvtc.shelf import MakeMaps
+from mesh.kv.kvtc.transform import NumpyMaps, slab_of
 from mesh.kv.slab import KvSlab
+from mesh.telemetry.log import get_logger
 
+log = get_logger(__name__)
 _Q8_LOSS_RATIO = 0.001  # what may be used unmeasured: rounding that no model is known to feel
 _ALWAYS = {"f16": (1.0, 0.0), "q8_0": (64 / 34, _Q8_LOSS_RATIO)}
 _TRIES = 2
+_START_TOKENS = 64  # enough for a speed, little enough for a start
 F32 = NDArray[np.float32]
 
 
@@ -39,6 +46,19 @@ def profiles_of(
         for name, ratio, loss in known(artifact)
         for encode, decode in [_speeds(name, slab, geometry)]
     )
+
+
+def codecs_beside(
+    model: Path, geometry: KvGeometry, weights_lineage: str, make_maps: MakeMaps = NumpyMaps
+) -> tuple[CodecProfile, ...]:
+    """What a node with this model declares, with the artifact that lies beside it if one does. One that is damaged or
+    of another model is left alone and logged: the node serves without it. Blocks for seconds."""
+    artifact: Artifact | None = None
+    try:
+        artifact = shelf.put_beside(model, geometry, weights_lineage, make_maps)
+    except MeshError as error:
+        log.error("kvtc_artifact_refused", reason=error.reason, error=error.message)
+    return profiles_of(artifact, geometry, n_tokens=_START_TOKENS)
 
 
 def usual_slab(artifact: Artifact, n_tokens: int, *, start: int = 1024, seed: int = 0) -> KvSlab:
@@ -73,14 +93,13 @@ def known(artifact: Artifact | None) -> Iterator[tuple[str, float, float]]:
     probed = {p.codec: p.quality for p in artifact.probed} if artifact is not None else {}
     for name, (ratio, loss) in _ALWAYS.items():
         yield name, ratio, worst_loss_ratio(probed[name]) if name in probed else loss
+    for setting in artifact.settings if artifact is not None else ():
+        if artifact is not None and setting.quality:
+            name = f"{PREFIX}{artifact.digest[:16]}:{setting.name}"
+            yield name, _ratio(setting.quality), max(0.0, setting.worst_loss_ratio)
     for name, quality in probed.items():
         if name not in _ALWAYS and quality:
             yield name, _ratio(quality), max(0.0, worst_loss_ratio(quality))
-    if artifact is not None:
-        for setting in artifact.settings:
-            if setting.quality:
-                name = f"{PREFIX}{artifact.digest[:16]}:{setting.name}"
-                yield name, _ratio(setting.quality), max(0.0, setting.worst_loss_ratio)
 
 
 def _ratio(quality: tuple[Quality, ...]) -> float:
