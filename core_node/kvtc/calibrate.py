@@ -40,7 +40,7 @@ from mesh.model.tokenizer import load_tokenizer
 
 Progress = Callable[[int, int, str], None]
 _F16_BITS = 16
-_PLAIN = ("f16", "q8_0", "q4")  # probed too, each with Zstandard over it
+_PLAIN = ("q8_0", "q4")  # probed too, each with Zstandard over it
 _KEPT_EVERY = 2  # of the fit windows' tokens are kept for the prediction of V
 _STATISTICS_EVERY = 4  # of these for magnitudes
 _RESIDUAL_EVERY = 8
@@ -54,11 +54,11 @@ class Plan:
     rank_k: int = 1152
     rank_v: int = 2176  # V is less redundant
     window_tokens: int = 1024
-    fit_windows: int = 18
-    held_out_windows: int = 6
+    fit_windows: int = 16
+    held_out_windows: int = 5
     sensitivity_every: int = 2  # of the fit windows
     continuation_tokens: int = 128
-    targets: tuple[int, ...] = (16, 24, 32, 40, 50, 64)
+    targets: tuple[int, ...] = (16, 24, 32, 42, 56)
     typical_ratio: float = 32.0  # that K is quantised for when V's prediction is learned
     shrink_ratio: float = 0.1
     floor_ratio: float = 0.02

@@ -36,7 +36,7 @@ def calibrate_command(
     ] = None,
     only_text: Annotated[bool, typer.Option("--only-text", help="Leave the built-in texts out.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: beside the model.")] = None,
-    fit_windows: Annotated[int, typer.Option("--windows", min=4, help="Windows of 1,024 tokens to learn of.")] = 18,
+    fit_windows: Annotated[int, typer.Option("--windows", min=4, help="Windows of 1,024 tokens to learn of.")] = 16,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: one per core.")] = 0,
 ) -> None:
     """Make the artifact of MODEL: minutes on two cores for a small model, the same file for the same input."""

@@ -7,11 +7,13 @@ import json
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from mesh.identity.files import write_private
+from mesh.kv.kvtc.shelf import path_beside
 from mesh.local.layout import LocalPlan
 from mesh.local.local_mesh import NODE_COMMAND, LocalMesh, MeshReady
 
@@ -41,12 +43,21 @@ async def up(plan: LocalPlan, *, as_json: bool, node_command: Sequence[str] = NO
                 print(record, flush=True)
             else:
                 print_ready(Console(), ready)
+                if hint := kvtc_hint(plan.model_path):
+                    tell(hint)
                 tell("Ctrl-C stops it.")
             await mesh.watch()
         finally:
             up_file.unlink(missing_ok=True)
             tell("draining")
     return 0 if stopped.is_set() else 1
+
+
+def kvtc_hint(model: Path) -> str:
+    """What to do for KV thirty times smaller on thin links; empty where it is done."""
+    if path_beside(model).is_file():
+        return ""
+    return f"KV travels in f16 or q8_0; for kvtc (minutes, once): kvmesh kvtc calibrate {model}, then start again"
 
 
 def print_ready(console: Console, ready: MeshReady) -> None:

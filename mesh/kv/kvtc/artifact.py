@@ -32,6 +32,7 @@ MAX_BYTES = 1 << 30
 N_CONTEXTS = 64
 HEAD = 128  # columns of a basis in bf16
 PREDICTED = 1024  # coefficients of V that are predicted of K's, at most
+_FIGURES = ("loss_ratio", "loss_stderr_ratio", "divergence_ratio", "coded_ratio")
 F32 = NDArray[np.float32]
 
 
@@ -202,15 +203,15 @@ def parse_artifact(data: bytes) -> Artifact:
                 restore=arrays["restore"][i].astype(np.float32),
                 contexts=arrays["contexts"][i],
                 bound=float(s["bound"]),
-                quality=tuple(Quality(**q) for q in s["quality"]),
+                quality=tuple(_quality(q) for q in s["quality"]),
             )
             for i, s in enumerate(header["settings"])
         )
         probed = tuple(
-            Probed(codec=str(p["codec"]), quality=tuple(Quality(**q) for q in p["quality"])) for p in header["probed"]
+            Probed(codec=str(p["codec"]), quality=tuple(_quality(q) for q in p["quality"])) for p in header["probed"]
         )
         lineage, notes = str(header["weights_lineage"]), str(header["notes"])
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as exc:
         raise PayloadCorrupt(f"kvtc artifact is malformed: {exc}") from exc
     artifact = Artifact(
         geometry=geometry,
@@ -230,6 +231,11 @@ def parse_artifact(data: bytes) -> Artifact:
         raise PayloadCorrupt(f"kvtc artifact has {len(data) - at} bytes too many")
     _check_values(artifact)
     return artifact
+
+
+def _quality(fields: dict[str, Any]) -> Quality:
+    figures = {name: float(fields[name]) for name in _FIGURES}
+    return Quality(text=str(fields["text"]), windows=int(fields["windows"]), **figures)
 
 
 def read_artifact(path: Path) -> Artifact:
