@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import pytest
 
 from mesh.errors import KvIncompatible
-from mesh.kv.geometry import KvDtype
+from mesh.kv.geometry import KvDtype, KvGeometry
 from mesh.kv.transfer_frames import Chunk, Commit, Want
 from mesh.node.engine import RunId
 from mesh.node.host import NodeHost
 from mesh.node.host_frames import KvOpen
 from mesh.node.port import KvDirection, KvReport, KvSource, PortHeld, PortPrefilled
-from tests.fakes.fake_engine import FakeEngine, tokens_of
+from tests.fakes.fake_engine import GEOMETRY, FakeEngine, tokens_of
 from tests.fakes.fake_node import (
     CORE,
     EDGE,
@@ -65,8 +65,16 @@ async def pair() -> AsyncIterator[Pair]:
 class make_pair:
     """Two hosts; at the end nothing may be left in the engines."""
 
-    def __init__(self, edge_dtype: KvDtype = KvDtype.F16, core_dtype: KvDtype = KvDtype.F16) -> None:
-        engines = FakeEngine(kv_dtype=edge_dtype), FakeEngine(kv_dtype=core_dtype)
+    def __init__(
+        self,
+        edge_dtype: KvDtype = KvDtype.F16,
+        core_dtype: KvDtype = KvDtype.F16,
+        geometry: KvGeometry = GEOMETRY,
+    ) -> None:
+        engines = (
+            FakeEngine(kv_dtype=edge_dtype, geometry=geometry),
+            FakeEngine(kv_dtype=core_dtype, geometry=geometry),
+        )
         guards = FakeGuard(), FakeGuard()
         self.pair = Pair(
             edge=NodeHost(engines[0], FakeSigner(EDGE), guards[0], EDGE),

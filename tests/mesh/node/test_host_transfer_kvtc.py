@@ -10,18 +10,22 @@ import numpy as np
 import pytest
 
 from mesh.errors import KvIncompatible, PayloadCorrupt
+from mesh.kv.codecs import codec_named
 from mesh.kv.geometry import KvGeometry
 from mesh.kv.kvtc import shelf
 from mesh.kv.kvtc.artifact import Artifact, Setting, make_artifact, n_features
+from mesh.kv.kvtc.codec import KvtcCodec
 from mesh.kv.kvtc.quantise import laplace_counts
 from mesh.kv.kvtc.rans import normalise
 from mesh.kv.transfer_frames import Chunk, Piece
 from mesh.node.engine import RunId
 from mesh.node.port import KvDirection, KvSource
-from tests.fakes.fake_engine import GEOMETRY, tokens_of
+from tests.fakes.fake_engine import GEOMETRY as TOY
+from tests.fakes.fake_engine import tokens_of
 from tests.fakes.fake_node import collect, prompt, run_order
 from tests.mesh.node.test_host_transfer import Pair, make_pair, undisturbed
 
+GEOMETRY = replace(TOY, architecture="llama")  # one whose rotation is known
 RANK = 16
 
 
@@ -62,7 +66,7 @@ def artifact() -> Iterator[Artifact]:
 
 @pytest.fixture
 async def pair() -> AsyncIterator[Pair]:
-    async with make_pair() as made:
+    async with make_pair(geometry=GEOMETRY) as made:
         yield made
 
 
@@ -118,9 +122,6 @@ async def test_bytes_of_another_basis_under_this_ones_name_are_refused(pair: Pai
     steps = liar.settings[0].steps.copy()
     steps[:, RANK // 2 :] = 0.0
     setting = replace(liar.settings[0], steps=steps, restore=steps, bound=1e9)
-    from mesh.kv.codecs import codec_named
-    from mesh.kv.kvtc.codec import KvtcCodec
-
     false = KvtcCodec(liar, setting, codec_named("q8_0"))
     engine = pair.core_engine
     ids = prompt(64)
@@ -139,5 +140,3 @@ async def test_chunks_are_smaller_than_their_limit_and_of_any_size(pair: Pair, a
     sent = pair.network.streams[0][1].sent
     sizes = [f.size_bytes for f in sent if isinstance(f, Chunk)]
     assert sum(sizes) == sum(len(f.data) for f in sent if isinstance(f, Piece))
-    codec = shelf.for_model(GEOMETRY, "toy")
-    assert codec is not None
