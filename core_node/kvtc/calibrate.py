@@ -55,7 +55,7 @@ class Plan:
     rank_v: int = 2176  # V is less redundant
     window_tokens: int = 1024
     fit_windows: int = 16
-    held_out_windows: int = 5
+    held_out_windows: int = 4
     sensitivity_every: int = 2  # of the fit windows
     continuation_tokens: int = 128
     targets: tuple[int, ...] = (16, 24, 32, 42, 56)

@@ -68,7 +68,7 @@ def run_with_bar(model: Path, texts: tuple[Text, ...], fit_windows: int, threads
 
     if threads:
         torch.set_num_threads(threads)
-    plan = Plan(fit_windows=fit_windows, held_out_windows=min(12, max(4, fit_windows // 3)))
+    plan = Plan(fit_windows=fit_windows, held_out_windows=min(12, max(4, fit_windows // 4)))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("loading")
