@@ -47,9 +47,7 @@ def made_for(geometry: KvGeometry, seed: int = 0) -> Artifact:
         residual=np.ones((2, blocks), dtype=np.float32),
         frequencies=normalise(laplace_counts()),
         settings=(
-            Setting(
-                name="s", steps=steps, restore=steps, contexts=np.full((2, RANK), 30, dtype=np.uint8), bound=1e-9
-            ),
+            Setting(name="s", steps=steps, restore=steps, contexts=np.full((2, RANK), 30, dtype=np.uint8), bound=1e-9),
         ),
         notes="",
     )
