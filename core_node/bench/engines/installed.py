@@ -132,7 +132,7 @@ def _vllm(bench: Bench, name: str) -> EngineCommand:
             bench.vllm_dtype,
             "eager" if bench.vllm_eager else "compiled",
         ),
-        environment=_vllm_environment(bench.threads),
+        environment={**_vllm_environment(bench.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         needs=(python, model / "config.json"),
     )
 
