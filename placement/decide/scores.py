@@ -17,7 +17,7 @@ import numpy as np
 
 from placement.decide.filters import kv_pool_full
 from placement.decide.settings import DecideSettings
-from placement.decide.types import BoolArray, CodecTable, FloatArray, IntArray, PlacementRequest, Snapshot
+from placement.decide.types import BoolArray, CodecTable, FloatArray, IntArray, PlacementRequest, PlanShape, Snapshot
 from placement.policy.rules import Prices
 
 
@@ -112,7 +112,7 @@ def score_offload(
 ) -> Predicted:
     """Start at rows `start`, move after the first token to rows `then`; arrays [len(start), len(then)].
 
-    Infinite where the request would be over before it had moved."""
+    Where the request would be over before it had moved: infinite, or what the start takes if the wish is for this."""
     s, t = start[:, None], then[None, :]
     kv_token_s, trips_s = _kv_link(snapshot, times, s, t, settings)
     ttft_s = times.rtt_s[s] + times.wait_s[s] + times.prefill_s[s] + times.token_s[s]
@@ -127,7 +127,9 @@ def score_offload(
         + times.decode_price[s] * at_start * times.token_s[s]
         + times.decode_price[t] * at_target * times.token_s[t]
     )
-    total_s = np.where(at_target > 0, total_s, np.inf)  # it would be over before it had moved
+    # It would be over before it had moved: no way at all, unless that is what is asked for.
+    stays_s = ttft_s + (request.expected_tokens - 1.0) * times.token_s[s]
+    total_s = np.where(at_target > 0, total_s, stays_s if request.wish.shape is PlanShape.OFFLOAD else np.inf)
     return with_cost(np.broadcast_to(ttft_s, total_s.shape), total_s, price, request, settings)
 
 
