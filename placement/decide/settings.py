@@ -43,6 +43,13 @@ class DecideSettings:
     """Round trips of a KV transfer beside its bytes: a connection of its own (TLS, settings), open and want, commit and
     goodbye. 4.1 to 4.4 were measured through a proxy that saves the TCP handshake."""
 
+    goodbye_round_trips: float = 1.25
+    """Of these, after the last byte: done, its acknowledgement, the end of the call."""
+
+    both_gain_ratio: float = 0.05
+    """What computing the head at the receiver must gain over shipping all: it takes the receiver's time, and its
+    prediction rests on more figures."""
+
     least_own_tokens: int = 16
     """A receiver that would compute less than this itself, while the rest comes, computes nothing."""
 

@@ -6,7 +6,7 @@ every position in either case, since KV of a token depends on all before it; wha
 
     ready(q)  = wait + prefill of [cached, q) at the source
     tail(p)   = max(ready(p + chunk) + (n - p) * slowest of (encode, link, decode), ready(n) + last chunk) + round trips
-    own(p)    = wait + prefill of [cached, p) + decoding of what comes, on the same CPU
+    own(p)    = wait + prefill of [cached, p) + decoding of what comes, on the same CPU + the goodbye's round trips
     there(p)  = max(tail(p), own(p))
 
 Pure; arrays over [codecs, sources, targets].
@@ -42,7 +42,8 @@ class _Pair:
 
     n: float  # tokens whose KV is to be there
     token_link_s: FloatArray
-    trips_s: FloatArray
+    trips_s: FloatArray  # all of them
+    goodbye_s: FloatArray  # those after the last byte, among them
     encode_s: FloatArray
     decode_s: FloatArray
     source_wait_s: FloatArray
@@ -73,7 +74,8 @@ class _Pair:
     def own_s(self, stop: FloatArray) -> FloatArray:
         """When the target has computed [cached, stop) itself, decoding what comes besides."""
         prefill_s = prefill_between(self.target_token_s, self.target_growth_s, self.target_cached, stop)
-        return self.target_wait_s + prefill_s + np.where(prefill_s > 0, (self.n - stop) * self.decode_s, 0.0)
+        decode_s = np.where(prefill_s > 0, (self.n - stop) * self.decode_s, 0.0)
+        return self.target_wait_s + prefill_s + decode_s + self.goodbye_s
 
     def meeting_point(self) -> FloatArray:
         """p at which both end together, a multiple of a block; the target's cached prefix where none helps."""
@@ -84,7 +86,7 @@ class _Pair:
         a2 = self.target_growth_s / 2
         nothing = np.zeros_like(self.target_cached)
         cached_s = prefill_between(self.target_token_s, self.target_growth_s, nothing, self.target_cached)
-        begun = self.target_wait_s - cached_s
+        begun = self.target_wait_s - cached_s + self.goodbye_s
         point = least
         for _ in range(_REFINEMENTS):
             chunk = np.minimum(self.n - point, self.chunk_tokens)
@@ -150,6 +152,7 @@ def _pair(
         n=float(max(request.prompt_tokens - 1, 0)),
         token_link_s=token_bytes / goodput,
         trips_s=trips_s,
+        goodbye_s=trips_s * settings.goodbye_round_trips / settings.transfer_round_trips,
         encode_s=_known(codecs.encode_s).T[:, source][:, :, None],
         decode_s=_known(codecs.decode_s).T[:, target][:, None, :],
         source_wait_s=times.wait_s[s],
@@ -203,7 +206,9 @@ def score_split(
             there_s[:, at] = np.inf
     there_s = there_s.reshape(-1, *there_s.shape[2:])
     best_s = there_s.min(axis=0)
-    chosen = np.argmax(there_s <= best_s * (1.0 + settings.near_best_ratio), axis=0)  # codecs are in order of loss
+    # The first that is near the best: codecs are in order of loss, and computing a part has to be worth its work.
+    weighed_s = there_s * np.where(np.arange(len(there_s)) % 2 == 1, 1.0 + settings.both_gain_ratio, 1.0)[:, None, None]
+    chosen = np.argmax(weighed_s <= weighed_s.min(axis=0) * (1.0 + settings.near_best_ratio), axis=0)
     possible = np.isfinite(best_s)
     kv_there_s = np.where(possible, np.take_along_axis(there_s, chosen[None], axis=0)[0], 0.0)
     codec, both = chosen // 2, chosen % 2 == 1
