@@ -31,7 +31,7 @@ with its traceback.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 
 
@@ -225,6 +225,17 @@ def by_reason(reason: str) -> type[MeshError]:
         if cls is not MeshError and cls.reason == reason:
             return cls
     return Internal
+
+
+_MAX_DETAILS = 8
+_MAX_DETAIL_CHARS = 256
+
+
+def told_details(details: Mapping[str, str]) -> dict[str, str]:
+    """Details as they are told to a peer, or taken from one: few and short, and none that would be mistaken for the
+    message."""
+    kept = [(key, value) for key, value in details.items() if key != "message" and len(key) <= 64]
+    return {key: value[:_MAX_DETAIL_CHARS] for key, value in kept[:_MAX_DETAILS]}
 
 
 def by_code(code: int) -> type[MeshError]:

@@ -8,6 +8,7 @@ Child; it is used up when the process ends, and the engine makes another.
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from edge_node.engine.messages import (
     Cancel,
     Event,
     Failure,
+    GetLoad,
     Ready,
     Reply,
     Request,
@@ -40,6 +42,7 @@ from mesh.node.engine import Finished, Held, RunEvent, RunSpec
 from mesh.telemetry.log import get_logger
 
 _log = get_logger(__name__)
+_LOOKS: Final = 5  # of the watchdog, within the time after which a process hangs
 _TOLD_STDERR_BYTES: Final = 480  # what the log takes of a text
 _ADVICE: Final = {
     signal.SIGILL: "this llama.cpp build does not suit this CPU; run `kvmesh doctor`",
@@ -67,10 +70,14 @@ class Child:
         self._closing = False
         self._writer: asyncio.StreamWriter | None = None
         self._pump: asyncio.Task[None] | None = None
+        self._heard = False  # since the watchdog last looked
+        self._hung = ""
+        self._watchdog: asyncio.Task[None] | None = None
 
     @classmethod
-    async def spawn(cls, start: Start, timeout_s: float) -> Child:
-        """Start a process and let it load the model. Raises InvalidRequest (llama.cpp refuses the file), Overloaded
+    async def spawn(cls, start: Start, timeout_s: float, hang_timeout_s: float = math.inf) -> Child:
+        """Start a process and let it load the model. From then on one that owes an answer and says nothing for
+        `hang_timeout_s` is ended. Raises InvalidRequest (llama.cpp refuses the file), Overloaded
         (no memory for the cache) or NodeUnreachable (it crashed, or was not ready within `timeout_s`)."""
         arena = Arena.create(start.slot_bytes)
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
@@ -88,6 +95,8 @@ class Child:
         except BaseException:
             await child.close()
             raise
+        if hang_timeout_s < math.inf:
+            child._watchdog = asyncio.create_task(child._watch(hang_timeout_s), name="llama.cpp watchdog")
         return child
 
     @property
@@ -136,6 +145,22 @@ class Child:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
+    async def _watch(self, hang_timeout_s: float) -> None:
+        """The loop that computes also answers, between steps: one that is stopped, or stuck in a step, does not. Counts
+        looks and not seconds, so that an agent that was itself suspended does not blame the process for it."""
+        silent = 0
+        while not self.ended.done():
+            if self._streams and not self._calls:
+                self.start_call(GetLoad())  # runs may be silent for good reasons: they wait for room
+            owes, self._heard = bool(self._calls), False
+            await asyncio.sleep(hang_timeout_s / _LOOKS)
+            silent = silent + 1 if owes and not self._heard else 0
+            if silent >= _LOOKS:
+                self._hung = f"it did not answer for {hang_timeout_s:g} s"
+                _log.error("llama_worker_hangs", hang_timeout_s=hang_timeout_s)
+                self._process.kill()
+                return
+
     def _send(self, message: ToChild) -> None:
         if self.ended.done() or self._writer is None:
             raise NodeUnreachable("the llama.cpp process has ended")
@@ -160,6 +185,7 @@ class Child:
             await asyncio.shield(self._bury(trouble))
 
     def _dispatch(self, message: Any) -> None:
+        self._heard = True
         match message:
             case Event(key, event):
                 self._tell_run(key, event)
@@ -193,7 +219,9 @@ class Child:
         """The process has ended or must: reap it, say why to all who wait, free what it held."""
         self._process.kill()
         await asyncio.to_thread(self._process.wait)
-        cause = trouble or _cause(self._process.returncode)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        cause = trouble or self._hung or _cause(self._process.returncode)
         if not self._closing:
             # For the log alone: the cause reaches tenants, and these lines hold paths and whatever a library prints.
             _log.warning("llama_worker_ended", cause=cause, error=_last_words(self._stderr))

@@ -79,7 +79,7 @@ class EdgeEngine:
         start = _start_message(self._settings, model)
         await asyncio.to_thread(_check_memory, self._settings, model, start)
         self._start_message, self._layout = start, BlobLayout.of(model.geometry)
-        child = await Child.spawn(start, self._settings.start_timeout_s)
+        child = await Child.spawn(start, self._settings.start_timeout_s, self._settings.hang_timeout_s)
         if self._closed:  # meanwhile
             await child.close()
             raise self._down()
@@ -209,6 +209,10 @@ class EdgeEngine:
         self._child = child
         self._child_up.set()
 
+    async def _spawn_again(self) -> Child:
+        assert self._start_message is not None
+        return await Child.spawn(self._start_message, self._settings.start_timeout_s, self._settings.hang_timeout_s)
+
     async def _keep_alive(self) -> None:
         """Replace the child whenever it ends. A child that dies young makes the next pause longer."""
         assert self._start_message is not None
@@ -226,7 +230,7 @@ class EdgeEngine:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
                 try:
-                    self._use(await Child.spawn(self._start_message, self._settings.start_timeout_s))
+                    self._use(await self._spawn_again())
                 except MeshError as error:
                     self._down_because = error.message
                     _log.warning("the llama.cpp process could not be restarted", cause=error.message)

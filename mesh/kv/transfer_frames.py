@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mesh.errors import MeshError, by_reason
+from mesh.errors import MeshError, by_reason, told_details
 from mesh.identity.signing import SignedRecord
 from mesh.kv.geometry import KvDtype
 from mesh.kv.manifest import KvManifest
@@ -82,14 +82,17 @@ class Abort:
 
     reason: str
     message: str
+    details: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, error: MeshError) -> Abort:
-        return cls(reason=error.reason, message=error.message[:_MAX_MESSAGE_CHARS])
+        details = tuple(told_details(error.details).items())
+        return cls(reason=error.reason, message=error.message[:_MAX_MESSAGE_CHARS], details=details)
 
     def error(self) -> MeshError:
         """The peer's error as an exception of ours."""
-        return by_reason(self.reason)(f"the peer ended the transfer: {self.message[:_MAX_MESSAGE_CHARS]}")
+        message = f"the peer ended the transfer: {self.message[:_MAX_MESSAGE_CHARS]}"
+        return by_reason(self.reason)(message, **told_details(dict(self.details)))
 
 
 Frame = Offer | Want | Chunk | Piece | Commit | Done | Abort

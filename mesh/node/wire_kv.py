@@ -5,7 +5,7 @@ What a frame must be in its place is the business of mesh.kv.transfer; here only
 
 from __future__ import annotations
 
-from mesh.errors import InvalidRequest, KvIncompatible, RevisionMismatch
+from mesh.errors import InvalidRequest, KvIncompatible, RevisionMismatch, told_details
 from mesh.identity.receipt import record_from_wire, record_to_wire
 from mesh.kv.geometry import KvDtype
 from mesh.kv.hashing import BLOCK_TOKENS
@@ -70,7 +70,9 @@ def frame_to_wire(frame: HostFrame) -> node_pb2.KvFrame:
         case Done():
             return node_pb2.KvFrame(done=node_pb2.KvDone(tokens=frame.tokens))
         case Abort():
-            return node_pb2.KvFrame(abort=node_pb2.KvAbort(reason=frame.reason, message=frame.message))
+            return node_pb2.KvFrame(
+                abort=node_pb2.KvAbort(reason=frame.reason, message=frame.message, details=dict(frame.details))
+            )
         case Ack():
             return node_pb2.KvFrame(ack=node_pb2.KvAck(consumed_frames=frame.consumed))
         case Resume():
@@ -111,7 +113,9 @@ def frame_from_wire(message: node_pb2.KvFrame) -> HostFrame:
         case "done":
             return Done(message.done.tokens)
         case "abort":
-            return Abort(reason=message.abort.reason, message=message.abort.message)
+            abort = message.abort
+            details = tuple(sorted(told_details(abort.details).items()))
+            return Abort(reason=abort.reason, message=abort.message, details=details)
         case "ack":
             return Ack(message.ack.consumed_frames)
         case "resume":

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 
 import grpc.aio
 
-from mesh.errors import NodeUnreachable
+from mesh.errors import Expired, NodeUnreachable
 from mesh.registry import wire
 from mesh.registry.checks import check_key, check_prefix, check_registration, check_value
 from mesh.registry.embedded import REPEAT_S
@@ -19,6 +19,17 @@ from mesh.v1 import registry_pb2 as pb
 from mesh.v1 import registry_pb2_grpc as pb_grpc
 
 CALL_TIMEOUT_S = 5.0
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """A registry that does not answer in time is not there, whoever's clock ran out: NodeUnreachable, like any other
+    way of not being there."""
+    try:
+        with translate_rpc_errors("registry"):
+            yield
+    except Expired as error:
+        raise NodeUnreachable(f"the registry did not answer in time: {error.message}", node="registry") from error
 
 
 class RemoteRegistry:
@@ -47,19 +58,19 @@ class RemoteRegistry:
     async def register(self, registration: Registration) -> None:
         check_registration(registration)
         request = pb.RegisterRequest(registration=wire.registration_to_pb(registration))
-        with translate_rpc_errors("registry"):
+        with _errors():
             await self._stub.Register(request, timeout=CALL_TIMEOUT_S)
 
     async def heartbeat(self, node_id: str, *, ready: bool) -> None:
-        with translate_rpc_errors("registry"):
+        with _errors():
             await self._stub.Heartbeat(pb.HeartbeatRequest(node_id=node_id, ready=ready), timeout=CALL_TIMEOUT_S)
 
     async def deregister(self, node_id: str) -> None:
-        with translate_rpc_errors("registry"):
+        with _errors():
             await self._stub.Deregister(pb.DeregisterRequest(node_id=node_id), timeout=CALL_TIMEOUT_S)
 
     async def nodes(self) -> NodesView:
-        with translate_rpc_errors("registry"):
+        with _errors():
             call = self._stub.WatchNodes(pb.WatchNodesRequest(), timeout=CALL_TIMEOUT_S)
             try:
                 response = await call.read()
@@ -82,18 +93,18 @@ class RemoteRegistry:
         check_key(key)
         check_value(key, value)
         request = pb.PutValueRequest(key=key, value=value, expected_version=expected_version)
-        with translate_rpc_errors("registry"):
+        with _errors():
             response = await self._stub.PutValue(request, timeout=CALL_TIMEOUT_S)
         return int(response.version)
 
     async def delete(self, key: str) -> None:
         check_key(key)
-        with translate_rpc_errors("registry"):
+        with _errors():
             await self._stub.PutValue(pb.PutValueRequest(key=key), timeout=CALL_TIMEOUT_S)
 
     async def list_values(self, prefix: str) -> tuple[Value, ...]:
         check_prefix(prefix)
-        with translate_rpc_errors("registry"):
+        with _errors():
             response = await self._stub.ListValues(pb.ListValuesRequest(prefix=prefix), timeout=CALL_TIMEOUT_S)
         return wire.values_from_pb(response.values)
 
@@ -113,7 +124,7 @@ class RemoteRegistry:
             await follower.close()
 
     async def _node_views(self) -> AsyncGenerator[NodesView, None]:
-        with translate_rpc_errors("registry"):
+        with _errors():
             call = self._stub.WatchNodes(pb.WatchNodesRequest())
             try:
                 async for response in call:
@@ -122,7 +133,7 @@ class RemoteRegistry:
                 call.cancel()
 
     async def _value_states(self, prefix: str) -> AsyncGenerator[tuple[Value, ...], None]:
-        with translate_rpc_errors("registry"):
+        with _errors():
             call = self._stub.WatchValues(pb.WatchValuesRequest(prefix=prefix))
             try:
                 async for response in call:

@@ -122,16 +122,25 @@ class WorkEvent(_message.Message):
     def __init__(self, work_id: _Optional[int] = ..., event: _Optional[_Union[_node_pb2.RunEvent, _Mapping]] = ...) -> None: ...
 
 class WorkResult(_message.Message):
-    __slots__ = ("work_id", "error_reason", "error_message", "kv_report")
+    __slots__ = ("work_id", "error_reason", "error_message", "kv_report", "error_details")
+    class ErrorDetailsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     WORK_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     KV_REPORT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_DETAILS_FIELD_NUMBER: _ClassVar[int]
     work_id: int
     error_reason: str
     error_message: str
     kv_report: _node_pb2.KvReport
-    def __init__(self, work_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., kv_report: _Optional[_Union[_node_pb2.KvReport, _Mapping]] = ...) -> None: ...
+    error_details: _containers.ScalarMap[str, str]
+    def __init__(self, work_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., kv_report: _Optional[_Union[_node_pb2.KvReport, _Mapping]] = ..., error_details: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SiteConfig(_message.Message):
     __slots__ = ("version", "policies", "keys", "salts")
@@ -188,18 +197,27 @@ class RelayAttend(_message.Message):
     def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("command_id", "error_reason", "error_message", "migrate", "witness")
+    __slots__ = ("command_id", "error_reason", "error_message", "migrate", "witness", "error_details")
+    class ErrorDetailsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
     WITNESS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_DETAILS_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     error_reason: str
     error_message: str
     migrate: _admin_pb2.MigrateResponse
     witness: WitnessResponse
-    def __init__(self, command_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateResponse, _Mapping]] = ..., witness: _Optional[_Union[WitnessResponse, _Mapping]] = ...) -> None: ...
+    error_details: _containers.ScalarMap[str, str]
+    def __init__(self, command_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateResponse, _Mapping]] = ..., witness: _Optional[_Union[WitnessResponse, _Mapping]] = ..., error_details: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class WitnessRequest(_message.Message):
     __slots__ = ("head", "kept_chain", "kept_seq")

@@ -65,7 +65,11 @@ class Membership:
             except TimeoutError:
                 pass
             self._beat_now.clear()
-            pause_s = await self._beat()
+            try:
+                pause_s = await self._beat()
+            except Exception as error:  # a bug, here or in the registry's client, must not make the node fall silent
+                log.error("membership_failed_by_a_bug", exc_info=error)
+                pause_s = _RETRY_S
 
     async def _beat(self) -> float:
         """One heartbeat; seconds until the next. Whatever the registry says, the node goes on trying: it is at worst

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from mesh.errors import Internal, InvalidRequest, MeshError, NodeUnreachable, PayloadCorrupt, by_reason
+from mesh.errors import Internal, InvalidRequest, MeshError, NodeUnreachable, PayloadCorrupt, by_reason, told_details
 from mesh.identity.place import Place
 from mesh.identity.receipt import record_from_wire, record_to_wire
 from mesh.node.host_frames import HostFrame
@@ -65,16 +65,16 @@ class SealedChannel:
         except DecodeError as error:
             raise PayloadCorrupt(f"a message from {self.peer.node_id} cannot be read") from error
         if frame.HasField("error"):
-            details = dict(frame.error.details)
-            details.pop("message", None)
-            raise by_reason(frame.error.reason)(frame.error.message, **details)
+            raise by_reason(frame.error.reason)(frame.error.message[:1024], **told_details(frame.error.details))
         return frame
 
     async def fail(self, error: BaseException) -> None:
         """Tell the other end why it ends; best effort."""
         if not isinstance(error, MeshError):
             error = Internal("internal error at the other node; its log has it")
-        told = relay_pb2.SealedError(reason=error.reason, message=error.message[:1024], details=error.details)
+        told = relay_pb2.SealedError(
+            reason=error.reason, message=error.message[:1024], details=told_details(error.details)
+        )
         with contextlib.suppress(MeshError):
             await self.send(relay_pb2.SealedFrame(error=told))
 

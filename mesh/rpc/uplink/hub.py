@@ -115,7 +115,7 @@ class UplinkHub(uplink_pb2_grpc.UplinkServicer):
             result = await session.command(command, timeout_s)
         except TimeoutError as exc:
             raise Expired(f"node {node_id} did not answer a command within {timeout_s:g} s", node=node_id) from exc
-        wire.raise_error(result.error_reason, result.error_message, node_id)
+        wire.raise_error(result.error_reason, result.error_message, node_id, result.error_details)
         return result
 
     def close(self) -> None:

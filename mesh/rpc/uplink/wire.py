@@ -7,10 +7,12 @@ know. Errors cross as reason word and message.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from google.protobuf.message import Message
 
-from mesh.errors import Internal, InvalidRequest, MeshError, RevisionMismatch, by_reason
+from mesh.errors import Internal, InvalidRequest, MeshError, RevisionMismatch, by_reason, told_details
 from mesh.node import wire as node_wire
 from mesh.node import wire_kv
 from mesh.node.engine import EngineLoad
@@ -19,6 +21,7 @@ from mesh.rpc.uplink.types import MAX_MODELS, PROTOCOL, AgentFacts
 from mesh.v1 import node_pb2, uplink_pb2
 
 MAX_ERROR_CHARS = 1024
+_NO_DETAILS: Mapping[str, str] = MappingProxyType({})
 MESSAGE_OVERHEAD_BYTES = 256
 """What a small message costs in memory beside its encoded size."""
 
@@ -127,12 +130,13 @@ def moved_to_wire(work_id: int, report: KvReport) -> uplink_pb2.AttachRequest:
 def failed_to_wire(work_id: int, error: MeshError) -> uplink_pb2.AttachRequest:
     """The bad end of an order."""
     result = uplink_pb2.WorkResult(work_id=work_id, error_reason=error.reason, error_message=_cut(error.message))
+    result.error_details.update(told_details(error.details))
     return uplink_pb2.AttachRequest(work_result=result)
 
 
 def result_from_wire(result: uplink_pb2.WorkResult, node_id: str) -> KvReport | None:
     """What a move did; None if the result says nothing but that the order ended. Raises the order's error."""
-    raise_error(result.error_reason, result.error_message, node_id)
+    raise_error(result.error_reason, result.error_message, node_id, result.error_details)
     return wire_kv.report_from_wire(result.kv_report) if result.HasField("kv_report") else None
 
 
@@ -143,19 +147,20 @@ def answer_to_wire(
     answer = uplink_pb2.CommandResult()
     if error is not None:
         answer.error_reason, answer.error_message = error.reason, _cut(error.message)
+        answer.error_details.update(told_details(error.details))
     elif result is not None:
         answer.CopyFrom(result)
     answer.command_id = command_id
     return uplink_pb2.AttachRequest(command_result=answer)
 
 
-def raise_error(reason: str, message: str, node_id: str) -> None:
+def raise_error(reason: str, message: str, node_id: str, details: Mapping[str, str] = _NO_DETAILS) -> None:
     """Raise the error that a peer told; nothing if `reason` is empty. A newer peer's word becomes Internal."""
     if not reason:
         return
     cls = by_reason(reason)
     told = _cut(message) if cls is not Internal or reason == Internal.reason else f"{reason}: {_cut(message)}"
-    raise cls(told or f"node {node_id} gave no message", node=node_id)
+    raise cls(told or f"node {node_id} gave no message", **{"node": node_id, **told_details(details)})
 
 
 def _cut(message: str) -> str:

@@ -64,6 +64,22 @@ async def test_a_killed_child_fails_its_runs_and_is_replaced(engine: EdgeEngine,
     assert shared_memory_names() <= names
 
 
+async def test_a_child_that_hangs_is_noticed_and_replaced() -> None:
+    async with started(EdgeEngine(edge_settings(hang_timeout_s=1.0))) as engine:
+        prompt = prompt_of(engine, 30)
+        want = await run(engine, run_spec("w", prompt, greedy(6)))
+        seen = Outcome()
+        task = asyncio.create_task(collect(engine.generate(run_spec("r", prompt, greedy(400))), seen))
+        await until(lambda: len(seen.ids) > 2)
+        first = engine.child_pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(NodeUnreachable, match="did not answer for 1 s"):
+            await task
+        assert (await run(engine, run_spec("r", prompt, greedy(6)))).ids == want.ids
+        assert engine.child_pid != first
+
+
 async def test_a_call_in_flight_fails_too(engine: EdgeEngine) -> None:
     assert engine.child_pid is not None
     os.kill(engine.child_pid, signal.SIGSTOP)  # it will not answer

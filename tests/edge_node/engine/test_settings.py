@@ -32,6 +32,7 @@ def test_defaults_are_sound() -> None:
         ("max_stall_s", 0.0),
         ("start_timeout_s", -1.0),
         ("restart_wait_s", float("nan")),
+        ("hang_timeout_s", 0.0),
         ("restart_backoff_s", (0.0, 1.0)),
     ],
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import grpc.aio
 import pytest
 
 from mesh.errors import InvalidRequest, NodeUnreachable, PolicyDenied
 from mesh.identity.place import Role
+from mesh.registry import remote as remote_module
 from mesh.registry.consul import ConsulRegistry
 from mesh.registry.embedded import EmbeddedRegistry
 from mesh.registry.open import ConsulSettings, EmbeddedSettings, RemoteSettings, open_registry
@@ -131,3 +135,25 @@ async def test_open_registry(remote: RemoteHarness, tmp_path_factory: pytest.Tem
         else:
             assert (await registry.nodes()).nodes == ()
         await registry.close()
+
+
+async def test_a_registry_that_does_not_answer_in_time_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks tries again, or elsewhere, as with any other registry that is gone."""
+    server = grpc.aio.server()
+
+    class Silent(pb_grpc.RegistryServicer):
+        async def ListValues(self, request: object, context: object) -> None:
+            await asyncio.sleep(30)
+
+    pb_grpc.add_RegistryServicer_to_server(Silent(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    monkeypatch.setattr(remote_module, "CALL_TIMEOUT_S", 0.1)
+    client = RemoteRegistry(lambda: grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+    await client.start()
+    try:
+        with pytest.raises(NodeUnreachable, match="in time"):
+            await client.list_values("p/")
+    finally:
+        await client.close()
+        await server.stop(None)

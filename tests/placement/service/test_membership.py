@@ -119,3 +119,28 @@ async def test_joining_without_a_registry_is_an_error(registry: MoodyRegistry, m
     registry.trouble = NodeUnreachable("gone")
     with pytest.raises(NodeUnreachable):
         await membership.join()
+
+
+async def test_a_bug_in_the_registry_client_does_not_silence_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[str] = []
+
+    class Buggy:
+        async def register(self, registration: object) -> None:
+            return
+
+        async def deregister(self, node_id: str) -> None:
+            return
+
+        async def heartbeat(self, node_id: str, *, ready: bool) -> None:
+            beats.append(node_id)
+            if len(beats) == 2:
+                raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(membership_module, "_RETRY_S", 0.01)
+    registration = replace(NODE, ttl_s=0.03)
+    member = Membership(Buggy(), registration)  # type: ignore[arg-type]
+    await member.join()
+    async with asyncio.timeout(5):
+        while len(beats) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    await member.leave()

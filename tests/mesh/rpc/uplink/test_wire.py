@@ -2,7 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from mesh.errors import Expired, Internal, InvalidRequest, MeshError, NodeUnreachable, RevisionMismatch, walk
+from mesh.errors import (
+    Expired,
+    Internal,
+    InvalidRequest,
+    MeshError,
+    NodeUnreachable,
+    NotFound,
+    PolicyDenied,
+    RevisionMismatch,
+    walk,
+)
 from mesh.rpc.uplink import wire
 from mesh.rpc.uplink.types import PROTOCOL, AgentFacts
 from mesh.v1 import admin_pb2, node_pb2, uplink_pb2
@@ -80,3 +90,27 @@ def test_round_trips_that_cannot_be_are_refused(rtt_s: float) -> None:
 def test_a_round_trip_of_zero_was_not_measured() -> None:
     assert wire.rtt_from_wire(0.0) is None
     assert wire.rtt_from_wire(0.25) == 0.25
+
+
+def test_an_error_keeps_its_details() -> None:
+    error = PolicyDenied("no", rule="rules.internal", node="edge-2")
+    for raise_it in (
+        lambda: wire.result_from_wire(wire.failed_to_wire(1, error).work_result, "edge-1"),
+        lambda: _raise_answer(wire.answer_to_wire(1, None, error).command_result),
+    ):
+        with pytest.raises(PolicyDenied) as caught:
+            raise_it()
+        assert caught.value.details == {"rule": "rules.internal", "node": "edge-2"}
+
+
+def _raise_answer(result: uplink_pb2.CommandResult) -> None:
+    wire.raise_error(result.error_reason, result.error_message, "edge-1", result.error_details)
+
+
+def test_details_of_a_peer_are_few_and_short() -> None:
+    many = {f"key{i}": "v" * 5000 for i in range(100)} | {"message": "no", "k" * 200: "v"}
+    with pytest.raises(NotFound) as caught:
+        wire.raise_error("NOT_FOUND", "gone", "edge-1", many)
+    assert caught.value.message == "gone"
+    assert len(caught.value.details) <= 9
+    assert all(len(v) <= 256 for v in caught.value.details.values())
