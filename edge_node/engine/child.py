@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any, Final
 
 from edge_node.engine.arena import SLOTS, Arena
@@ -43,6 +44,7 @@ from mesh.telemetry.log import get_logger
 
 _log = get_logger(__name__)
 _LOOKS: Final = 5  # of the watchdog, within the time after which a process hangs
+_PATIENCE_WITH_WORK: Final = 10
 _TOLD_STDERR_BYTES: Final = 480  # what the log takes of a text
 _ADVICE: Final = {
     signal.SIGILL: "this llama.cpp build does not suit this CPU; run `kvmesh doctor`",
@@ -76,8 +78,8 @@ class Child:
 
     @classmethod
     async def spawn(cls, start: Start, timeout_s: float, hang_timeout_s: float = math.inf) -> Child:
-        """Start a process and let it load the model. From then on one that owes an answer and says nothing for
-        `hang_timeout_s` is ended. Raises InvalidRequest (llama.cpp refuses the file), Overloaded
+        """Start a process and let it load the model. From then on one that owes an answer, says nothing and
+        computes nothing for `hang_timeout_s` is ended. Raises InvalidRequest (llama.cpp refuses the file), Overloaded
         (no memory for the cache) or NodeUnreachable (it crashed, or was not ready within `timeout_s`)."""
         arena = Arena.create(start.slot_bytes)
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
@@ -146,18 +148,23 @@ class Child:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     async def _watch(self, hang_timeout_s: float) -> None:
-        """The loop that computes also answers, between steps: one that is stopped, or stuck in a step, does not. Counts
-        looks and not seconds, so that an agent that was itself suspended does not blame the process for it."""
-        silent = 0
+        """The loop that computes also answers, between steps: one that is stopped, or stuck in a step, does not. A long
+        step on a slow or busy machine looks the same but for its CPU time, so a process that uses some is given ten
+        times as long. Counts looks and not seconds, so that an agent that was itself suspended does not blame the
+        process for it."""
+        silent = idle = 0
+        cpu_ticks = cpu_ticks_of(self.pid)
         while not self.ended.done():
             if self._streams and not self._calls:
                 self.start_call(GetLoad())  # runs may be silent for good reasons: they wait for room
             owes, self._heard = bool(self._calls), False
             await asyncio.sleep(hang_timeout_s / _LOOKS)
+            before, cpu_ticks = cpu_ticks, cpu_ticks_of(self.pid)
             silent = silent + 1 if owes and not self._heard else 0
-            if silent >= _LOOKS:
-                self._hung = f"it did not answer for {hang_timeout_s:g} s"
-                _log.error("llama_worker_hangs", hang_timeout_s=hang_timeout_s)
+            idle = idle + 1 if silent and before == cpu_ticks is not None else 0
+            if idle >= _LOOKS or silent >= _LOOKS * _PATIENCE_WITH_WORK:
+                self._hung = f"it did not answer for {silent * hang_timeout_s / _LOOKS:g} s"
+                _log.error("llama_worker_hangs", cause=self._hung, used_cpu=not idle)
                 self._process.kill()
                 return
 
@@ -245,6 +252,15 @@ class Child:
         if self._closing:
             return Cancelled("the engine was closed")
         return NodeUnreachable(f"the llama.cpp process ended: {cause}", cause=cause)
+
+
+def cpu_ticks_of(pid: int) -> int | None:
+    """CPU time that a process and its threads have used; None where that cannot be read."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+    return int(fields[11]) + int(fields[12])
 
 
 def _popen(theirs: socket.socket, arena: Arena, stderr: IO[bytes], n_threads: int) -> subprocess.Popen[bytes]:

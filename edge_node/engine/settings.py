@@ -37,7 +37,7 @@ class EdgeEngineSettings:
     max_waiting: int = 64  # runs in the queue; more are refused with Overloaded
     transfer_bytes: int = 16 << 20  # one of two shared-memory slots that KV crosses in
     start_timeout_s: float = 180.0
-    hang_timeout_s: float = 30.0  # a child that owes an answer and says nothing for so long is replaced
+    hang_timeout_s: float = 30.0  # a child that owes an answer and neither says nor computes anything so long
     restart_wait_s: float = 10.0  # how long a new run waits for a child that is being restarted
     restart_backoff_s: tuple[float, float] = (0.25, 30.0)  # first and longest pause before a restart
 

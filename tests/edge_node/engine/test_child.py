@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from edge_node.engine import child as child_module
-from edge_node.engine.child import Child
+from edge_node.engine.child import Child, cpu_ticks_of
 from edge_node.engine.messages import Start
 from mesh.errors import NodeUnreachable
 
@@ -40,3 +41,10 @@ async def test_what_a_worker_wrote_is_for_the_log_alone(monkeypatch: pytest.Monk
     assert str(caught.value).endswith(cause)
     [line] = [line for line in lines if line["event"] == "llama_worker_ended"]
     assert (line["cause"], line["error"]) == (cause, "Fatal: | /srv/secret/m.gguf")
+
+
+def test_cpu_time_of_a_process() -> None:
+    ours = cpu_ticks_of(os.getpid())
+    assert ours is not None
+    assert ours > 0
+    assert cpu_ticks_of(2**30) is None

@@ -65,7 +65,7 @@ async def test_a_killed_child_fails_its_runs_and_is_replaced(engine: EdgeEngine,
 
 
 async def test_a_child_that_hangs_is_noticed_and_replaced() -> None:
-    async with started(EdgeEngine(edge_settings(hang_timeout_s=1.0))) as engine:
+    async with started(EdgeEngine(edge_settings(hang_timeout_s=4.0))) as engine:
         prompt = prompt_of(engine, 30)
         want = await run(engine, run_spec("w", prompt, greedy(6)))
         seen = Outcome()
@@ -74,7 +74,7 @@ async def test_a_child_that_hangs_is_noticed_and_replaced() -> None:
         first = engine.child_pid
         assert first is not None
         os.kill(first, signal.SIGSTOP)
-        with pytest.raises(NodeUnreachable, match="did not answer for 1 s"):
+        with pytest.raises(NodeUnreachable, match="did not answer for"):
             await task
         assert (await run(engine, run_spec("r", prompt, greedy(6)))).ids == want.ids
         assert engine.child_pid != first
