@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,5 +73,5 @@ class CoreEngineSettings:
             )
 
     def _at_least(self, field: str, low: int) -> None:
-        if getattr(self, field) < low:
+        if not low <= getattr(self, field) < math.inf:  # a NaN is neither
             raise InvalidRequest(f"{field} must be at least {low}, got {getattr(self, field)}", field=field)

@@ -365,6 +365,10 @@ def test_a_device_that_is_not_there(tiny_gguf: Path) -> None:
         ({"max_running": 0}, "max_running"),
         ({"max_running": 65}, "max_running"),
         ({"max_waiting": 0}, "max_waiting"),
+        ({"tpot_target_s": -0.1}, "tpot_target_s"),
+        ({"ageing_s": float("nan")}, "ageing_s"),
+        ({"starvation_s": float("inf")}, "starvation_s"),
+        ({"swap_bytes": -1}, "swap_bytes"),
     ],
 )
 def test_settings_are_checked(changes: dict[str, object], field: str) -> None:
