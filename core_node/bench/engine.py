@@ -15,13 +15,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from core_node.bench.engines.fleet import EngineProcess
-from core_node.bench.engines.installed import Bench, chosen
+from core_node.bench.engines.installed import Bench, chosen, vllm_dtype
 from core_node.bench.engines.probe import limits
 from core_node.bench.engines.record import Record
 from core_node.bench.engines.report import Limits, plot, report_goals, report_rows
 from core_node.bench.engines.rounds import RATE, Rounds
 from core_node.bench.step_profile import profile_decode
 from mesh.bench.types import BenchContext, BenchResult, Cell
+from mesh.cli.machine_checks import cpu_flags
 from mesh.model.catalogue import DEMO_MODEL, find_model
 from mesh.model.description import describe
 
@@ -40,7 +41,7 @@ class EngineBench:
         "peers": "auto",
         "ours": "kvmesh,kvmesh-int8,kvmesh-http",
         "peers_folder": "~/kvmesh-peers",
-        "vllm_dtype": "bfloat16",
+        "vllm_dtype": "auto",
         "vllm_eager": False,
         "model": DEMO_MODEL,
         "threads": 2,
@@ -69,7 +70,7 @@ class EngineBench:
             model=model,
             peers_folder=_path(context.text("peers_folder")) or Path(),
             threads=context.count("threads"),
-            vllm_dtype=context.text("vllm_dtype"),
+            vllm_dtype=vllm_dtype(context.text("vllm_dtype"), cpu_flags()),
             vllm_eager=bool(context.settings["vllm_eager"]),
         )
         engines = chosen(bench, context.text("ours"), context.text("peers"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core_node.bench.engines.installed import OURS, PEERS, Bench, chosen
+from core_node.bench.engines.installed import OURS, PEERS, Bench, chosen, vllm_dtype
 from mesh.errors import InvalidRequest
 
 
@@ -45,3 +45,11 @@ def test_every_engine_gets_the_threads(bench: Bench) -> None:
             setting = json.loads(engine.command[2])
             words = [*setting["command"], *setting["environment"].values()]
         assert "3" in words or "0-2" in words, engine.name
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags", "dtype"),
+    [("auto", {"avx2"}, "float32"), ("auto", {"avx2", "avx512f"}, "bfloat16"), ("bfloat16", {"avx2"}, "bfloat16")],
+)
+def test_vllm_gets_the_dtype_that_is_fast_for_it(asked: str, flags: set[str], dtype: str) -> None:
+    assert vllm_dtype(asked, frozenset(flags)) == dtype
