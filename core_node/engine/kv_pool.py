@@ -41,11 +41,16 @@ class KvPool:
         shape = (geometry.n_layers, n_blocks * BLOCK_TOKENS, geometry.n_kv_heads, geometry.head_dim)
         self.k = torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=device)
         self.v = torch.zeros(shape, dtype=TORCH_DTYPES[dtype], device=device)
+        self._copies = _copy_stream(device)
 
     def read(self, blocks: Sequence[int], start: int, stop: int) -> KvSlab:
         """A copy of positions [start, stop) of a block table, in the pool's dtype."""
-        slots = torch.from_numpy(slots_of(blocks, start, stop)).to(self.k.device)
-        return KvSlab(start=start, dtype=self.dtype, k=self._to_numpy(self.k, slots), v=self._to_numpy(self.v, slots))
+        slots = torch.from_numpy(slots_of(blocks, start, stop))
+        if self._copies is None:
+            k, v = self.k.index_select(1, slots), self.v.index_select(1, slots)
+        else:
+            k, v = self._from_device(self._copies, slots)
+        return KvSlab(start=start, dtype=self.dtype, k=_as_numpy(k), v=_as_numpy(v))
 
     def write(self, blocks: Sequence[int], slab: KvSlab) -> None:
         """Store a slab (any KvDtype) under a block table. Raises InvalidRequest, with nothing stored, unless it
@@ -56,13 +61,17 @@ class KvPool:
         self.k.index_copy_(1, slots, k)
         self.v.index_copy_(1, slots, v)
 
-    @staticmethod
-    def _to_numpy(pool: torch.Tensor, slots: torch.Tensor) -> NDArray[np.generic]:
-        part = pool.index_select(1, slots).cpu()
-        if part.dtype is torch.bfloat16:
-            return part.view(torch.int16).numpy().view(np.uint16)
-        array: NDArray[np.generic] = part.numpy()
-        return array
+    def _from_device(self, copies: torch.cuda.Stream, slots: torch.Tensor) -> list[torch.Tensor]:
+        """K and V of `slots` in pinned memory, copied beside the compute stream. Not run yet: no GPU was there."""
+        copies.wait_stream(torch.cuda.current_stream(self.k.device))  # what is read must have been computed
+        parts: list[torch.Tensor] = []
+        with torch.cuda.stream(copies):
+            on_device = slots.to(self.k.device)
+            for pool in (self.k, self.v):
+                part = pool.index_select(1, on_device)
+                parts.append(torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True))
+        copies.synchronize()
+        return parts
 
     def _from_numpy(self, array: NDArray[np.generic], dtype: KvDtype, name: str) -> torch.Tensor:
         if not array.flags.writeable or not array.flags.c_contiguous:
@@ -71,7 +80,20 @@ class KvPool:
             tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         else:
             tensor = torch.from_numpy(array)
-        tensor = tensor.to(device=self.k.device, dtype=self.k.dtype)
+        if self._copies is not None:
+            tensor = tensor.pin_memory()
+        tensor = tensor.to(device=self.k.device, non_blocking=True).to(self.k.dtype)
         if not bool(torch.isfinite(tensor).all()):
             raise InvalidRequest(f"KV slab {name} holds values that are not finite in {self.dtype.value}", field=name)
         return tensor
+
+
+def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def _as_numpy(part: torch.Tensor) -> NDArray[np.generic]:
+    if part.dtype is torch.bfloat16:
+        return part.view(torch.int16).numpy().view(np.uint16)
+    array: NDArray[np.generic] = part.numpy()
+    return array

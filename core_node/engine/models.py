@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from core_node.engine.architectures import architecture_of
+from core_node.engine.bucket_step import BucketStep
 from core_node.engine.decoder import DecoderModel
 from core_node.engine.exact import ExactArithmetic
 from core_node.engine.kernel_step import KernelStep
@@ -66,6 +67,8 @@ def load_model(
         weights = rounded_to_int8(weights)
     arithmetic = ExactArithmetic() if settings.exact else FastArithmetic()
     model = DecoderModel(description, weights, max_positions, arithmetic)
+    if device.type == "cuda" and not settings.exact:  # `exact` has shapes that a graph cannot hold
+        return BucketStep(model, settings.max_running), Backend(name="torch, CUDA graphs", reason=refusal)
     return TorchStep(model), Backend(name="torch, exact" if settings.exact else "torch", reason=refusal)
 
 
