@@ -46,7 +46,7 @@ class DecideSettings:
     goodbye_round_trips: float = 1.25
     """Of these, after the last byte: done, its acknowledgement, the end of the call."""
 
-    both_gain_ratio: float = 0.05
+    both_gain_ratio: float = 0.08
     """What computing the head at the receiver must gain over shipping all: it takes the receiver's time, and its
     prediction rests on more figures."""
 

@@ -19,7 +19,7 @@ LEAST_BYTES = 256 * 1024
 _LEAST_WEIGHT = 0.3  # of the newest sample
 _MEMORY_S = 60.0  # after this long without a sample, the newest counts about two thirds
 _PROBE_EVERY_S = 30.0
-_LEAST_TIME_S = 1e-4
+_LEAST_SHARE = 0.05  # of a probe's time that its bytes take, whatever the round trip says: that one is not so exact
 _FAR_RATIO = 1.5  # of a sample to the average, either way: noise is less, mostly
 _NEAR_RATIO = 1.3
 _SLOW_RATIO = 0.5  # of a transfer's rate to the model's: worth a probe
@@ -93,7 +93,7 @@ class LinkModel:
     def saw_probe(self, size_bytes: int, took_s: float, *, now_s: float) -> None:
         """`size_bytes` went one way and a small message the other, on a link that was idle."""
         if size_bytes > 0 and 0 <= took_s < math.inf:
-            under_way_s = max(took_s - (self._rtt.value or 0.0), _LEAST_TIME_S)
+            under_way_s = max(took_s - (self._rtt.value or 0.0), _LEAST_SHARE * took_s, 1e-4)
             before = self._goodput.value
             self._suspect = max(0, self._suspect - 1)
             if size_bytes > self._probed_bytes > 0:  # what the smaller one told is worth less than this alone

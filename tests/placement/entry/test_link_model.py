@@ -146,3 +146,10 @@ def test_a_thin_link_is_probed_with_little() -> None:
         assert model.probe_bytes == LEAST_BYTES
         model.saw_probe(LEAST_BYTES, LEAST_BYTES / 0.6e6, now_s=now_s)
     assert not model.wants_probe(now_s=40.0)
+
+
+def test_a_probe_as_quick_as_a_round_trip_makes_no_endless_link() -> None:
+    model = LinkModel()
+    model.saw_round_trip(0.08, now_s=0.0)
+    model.saw_probe(LARGE, 0.075, now_s=1.0)  # jitter
+    assert model.estimate(now_s=1.0).goodput_bytes_per_s == pytest.approx(LARGE / 0.00375)
