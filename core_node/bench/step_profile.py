@@ -51,13 +51,14 @@ class Profile:
     context_tokens: float
     wall_us: float
     phases_us: Mapping[str, float]
+    kernels_cpu_us: float  # median, of the engine's own thread
     python_us: Mapping[str, float]
 
     @property
     def python_ratio(self) -> float:
-        """What is not the kernels, of the step."""
+        """What is not the kernels, of the step: both in CPU time of the engine's thread, which is one of the kernels'."""
         python = sum(self.python_us.values())
-        return python / (python + sum(self.phases_us.values()))
+        return python / (python + self.kernels_cpu_us)
 
 
 class _Watch:
@@ -199,7 +200,7 @@ def _prefill(core: EngineCore, step_model: KernelStep) -> Profile:
 
 def _measured(core: EngineCore, step_model: KernelStep, work: str, rows: int, context: float, steps: int) -> Profile:
     n_logit_rows = 1 if work.startswith("prefill") else rows
-    walls, phases, python = [], [], []
+    walls, phases, python, kernels = [], [], [], []
     for _ in range(steps):
         watch = _Watch()
         watch.on("schedule", core._scheduler, "schedule")
@@ -221,6 +222,7 @@ def _measured(core: EngineCore, step_model: KernelStep, work: str, rows: int, co
         )
         python.append(parts)
         phases.append(step_model.step.phase_ns / 1e3)
+        kernels.append(us["kernels"])
     step_model.step.phase_ns = None
     quickest = int(np.argmin(walls))
     return Profile(
@@ -230,6 +232,7 @@ def _measured(core: EngineCore, step_model: KernelStep, work: str, rows: int, co
         context_tokens=context,
         wall_us=walls[quickest],
         phases_us=dict(zip(PHASES, phases[quickest].tolist(), strict=True)),
+        kernels_cpu_us=float(np.median(kernels)),
         python_us=dict(zip(_PYTHON, np.median(np.array(python), axis=0).tolist(), strict=True)),
     )
 
