@@ -56,7 +56,7 @@ class Profile:
 
     @property
     def python_ratio(self) -> float:
-        """What is not the kernels, of the step: both in CPU time of the engine's thread, which is one of the kernels'."""
+        """What is not the kernels, of the step, in CPU time of the engine's thread (which is one of theirs)."""
         python = sum(self.python_us.values())
         return python / (python + self.kernels_cpu_us)
 
