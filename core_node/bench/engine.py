@@ -75,7 +75,7 @@ class EngineBench:
         )
         engines = chosen(bench, context.text("ours"), context.text("peers"))
         record = Record.open(_path(context.text("record")), _work(context, model))
-        async with _ended_by_sigterm(), _folder() as folder:
+        async with ended_by_sigterm(), _folder() as folder:
             timeout_s = context.number("work_timeout_s")
             processes = [EngineProcess(e, folder, work_timeout_s=timeout_s) for e in engines if not e.missing]
             rounds = Rounds(context, processes, record, description.vocab_size)
@@ -110,13 +110,23 @@ def _path(text: str) -> Path | None:
 
 
 @asynccontextmanager
-async def _ended_by_sigterm() -> AsyncIterator[None]:
-    """SIGTERM ends the run as Ctrl-C does: engines that are stopped in place would outlive us."""
+async def ended_by_sigterm() -> AsyncIterator[None]:
+    """SIGTERM ends the body, and what comes after it, the report, goes on: engines that are stopped in place would
+    outlive us otherwise, and what was measured would be lost."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    came = asyncio.Event()
+
+    def end() -> None:
+        came.set()
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
     try:
         yield
+    except asyncio.CancelledError:
+        if not came.is_set() or task.uncancel() > 0:
+            raise
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from core_node.bench.engine import BENCH
+from core_node.bench.engine import BENCH, ended_by_sigterm
 from mesh.bench.types import BenchContext, BenchResult, Cell
 from mesh.errors import InvalidRequest
 from tests.core_node.engine.demo_model import demo_model_path
@@ -23,6 +26,25 @@ async def test_an_unknown_engine_is_refused(changes: dict[str, Cell]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await bench(**changes)
     assert caught.value.details["field"] == next(iter(changes))
+
+
+async def test_sigterm_ends_the_measuring_and_not_the_report() -> None:
+    async with ended_by_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(600)
+    await asyncio.sleep(0)  # nothing is cancelled any more
+
+
+async def test_another_cancellation_is_none_of_its_business() -> None:
+    async def body() -> None:
+        async with ended_by_sigterm():
+            await asyncio.sleep(600)
+
+    task = asyncio.create_task(body())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 @pytest.mark.model
