@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from core_node.engine.core import EngineCore
 from core_node.engine.loading import load_engine
@@ -82,6 +83,8 @@ def _measure(context: BenchContext) -> BenchResult:
     prompt_tokens, decoding = context.count("prompt_tokens"), context.count("decoding")
     if prompt_tokens < 64 or decoding < 1 or context.count("output_tokens") <= _TOKENS_BEFORE_ARRIVAL + 2:
         raise InvalidRequest("prompt_tokens is at least 64, decoding 1 and output_tokens 11", field="set")
+    if context.text("plot"):
+        _figure()  # not after minutes of measuring
     rng = random.Random(context.count("seed"))
     loaded = _load(context)
     whole = loaded._limits
@@ -188,12 +191,16 @@ def _quantile(values: list[float], q: float) -> float:
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
 
 
-def _plot(rounds: Mapping[str, list[Round]], target_s: float, path: Path) -> None:
+def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as exc:
         raise InvalidRequest("a plot needs matplotlib: install kvmesh[bench]", field="plot") from exc
-    figure = Figure(figsize=(8, 4))
+    return Figure(figsize=(8, 4))
+
+
+def _plot(rounds: Mapping[str, list[Round]], target_s: float, path: Path) -> None:
+    figure = _figure()
     axes = figure.subplots()
     for name, found in rounds.items():
         times_ms = sorted(t * 1e3 for r in found for t in r.inter_token_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +24,14 @@ async def bench(model: Path, **changes: Cell) -> BenchResult:
 async def test_settings_out_of_range_are_refused(changes: dict[str, Cell], tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest):
         await bench(tmp_path / "none.gguf", **changes)
+
+
+async def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(InvalidRequest, match=r"kvmesh\[bench\]"):
+        await bench(tmp_path / "none.gguf", plot=str(tmp_path / "p.png"))
 
 
 async def test_a_small_run(tmp_path: Path) -> None:
