@@ -26,7 +26,7 @@ from mesh.kv.hashing import BLOCK_TOKENS
 from mesh.machine import available_bytes, usable_threads
 from mesh.model.description import ModelDescription, describe
 from mesh.model.tokenizer import load_tokenizer
-from mesh.node.engine import EngineInfo
+from mesh.node.engine import Capability, EngineInfo
 from mesh.telemetry.log import get_logger
 
 _WATERMARK_RATIO = 0.02
@@ -80,6 +80,7 @@ def load_engine(settings: CoreEngineSettings, on_load: OnLoad | None = None) -> 
         vocab_size=description.vocab_size,
         eos_token_ids=description.eos_token_ids,
         build=f"kvmesh-core {version('kvmesh')} torch {torch.__version__} {device.type} {backend.name}",
+        capabilities=frozenset({Capability.LOSSLESS_KV} | ({Capability.EXACT} if backend.exact else set())),
     )
     limits = SchedulerLimits(
         max_step_tokens=settings.max_step_tokens,

@@ -26,10 +26,11 @@ _ELEMENT_BYTES: Final = {"bf16": 2, "f32": 4, "int8": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """What computes the steps, and why that."""
+    """What computes the steps, and why that. `exact`: rows do not depend on the batch, to the bit."""
 
     name: str
     reason: str
+    exact: bool = False
 
 
 def load_model(
@@ -58,7 +59,7 @@ def load_model(
             refusal = str(exc)
         else:
             batch = "; exact: their rows never depend on the batch" if settings.exact else ""
-            return step, Backend(name=step.name, reason=f"this processor has what they need{batch}")
+            return step, Backend(name=step.name, reason=f"this processor has what they need{batch}", exact=True)
     if settings.backend == "kernels":
         raise InvalidRequest(f"backend kernels cannot run: {refusal}", field="backend")
     dtype = torch.float32 if settings.dtype == "f32" else torch.bfloat16
@@ -69,7 +70,9 @@ def load_model(
     model = DecoderModel(description, weights, max_positions, arithmetic)
     if device.type == "cuda" and not settings.exact:  # `exact` has shapes that a graph cannot hold
         return BucketStep(model, settings.max_running), Backend(name="torch, CUDA graphs", reason=refusal)
-    return TorchStep(model), Backend(name="torch, exact" if settings.exact else "torch", reason=refusal)
+    return TorchStep(model), Backend(
+        name="torch, exact" if settings.exact else "torch", reason=refusal, exact=settings.exact
+    )
 
 
 def kernels_refusal(

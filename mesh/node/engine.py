@@ -34,6 +34,13 @@ class FinishReason(Enum):
     LENGTH = "length"  # max_tokens or the context is full
 
 
+class Capability(Enum):
+    """What an engine may declare beyond what the interface asks of all; the conformance suite holds it to that."""
+
+    EXACT = "exact"  # a run's tokens and log-probabilities do not depend, to the bit, on its company
+    LOSSLESS_KV = "lossless_kv"  # KV that is exported and imported again is the same to the bit
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Stable facts of one engine, fixed once it has started."""
@@ -48,6 +55,7 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: frozenset[int]
     build: str  # engine and library versions, part of the manifest
+    capabilities: frozenset[Capability] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

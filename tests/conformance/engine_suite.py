@@ -33,6 +33,7 @@ from mesh.node.engine import (
     Tokens,
 )
 from mesh.node.stop import StopMatcher
+from tests.conformance.engine_capability_suite import CapabilityConformance
 from tests.conformance.engine_kv_suite import KvConformance
 from tests.conformance.engine_runs import (
     OTHER_SALT,
@@ -50,7 +51,7 @@ from tests.conformance.engine_runs import (
 )
 
 
-class EngineConformance(KvConformance):
+class EngineConformance(KvConformance, CapabilityConformance):
     """Subclass as `class TestXyz(EngineConformance)` and override the fixtures."""
 
     # --- facts and load ---------------------------------------------------------------------------------------
