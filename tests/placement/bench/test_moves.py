@@ -67,9 +67,7 @@ def test_rows_and_goals() -> None:
 def test_tokens_that_never_came_are_lost() -> None:
     made = moved()
     usage = Usage(prompt_tokens=1, completion_tokens=10, cached_tokens=0)
-    made.finish = Finish(
-        reason="length", usage=usage, receipt=None, ttft_s=0.1, total_s=1.0, stop_string=""
-    )  # type: ignore[call-arg]
+    made.finish = Finish(reason="length", usage=usage, receipt=None, ttft_s=0.1, total_s=1.0, stop_string="")  # type: ignore[call-arg]
     assert _row("precopy", [made], 0.0)["lost"] == 2
 
 
