@@ -6,7 +6,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -70,20 +70,41 @@ def to_json(bench: Bench, settings: Mapping[str, Cell], result: BenchResult, mac
     )
 
 
-def render(bench: Bench, result: BenchResult) -> Group:
-    """The result for a terminal: rows, then goals."""
-    rows = Table(title=bench.question, title_justify="left")
-    for column in result.rows[0] if result.rows else ():
-        rows.add_column(column, justify="right")
-    for row in result.rows:
-        rows.add_row(*(_cell(value) for value in row.values()))
+def render(bench: Bench, result: BenchResult, width: int) -> Group:
+    """The result for a terminal of that width: rows, in several tables if their columns need it, then goals."""
+    columns = tuple(result.rows[0]) if result.rows else ()
+    tables = []
+    for n, shown in enumerate(_fitting(columns, result.rows, width)):
+        table = Table(title=bench.question if n == 0 else None, title_justify="left")
+        for column in shown:
+            table.add_column(column, justify="right")
+        for row in result.rows:
+            table.add_row(*(_cell(row[column]) for column in shown))
+        tables.append(table)
     goals = Table(box=None, show_header=False)
     for goal in result.goals:
         verdict = Text("reached", style="green") if goal.ok else Text("missed", style="yellow")
         goals.add_row(
             goal.name, _cell(goal.value), f"{goal.direction.value.replace('_', ' ')} {_cell(goal.goal)}", verdict
         )
-    return Group(rows, goals, *result.notes)
+    return Group(*tables, goals, *result.notes)
+
+
+def _fitting(columns: Sequence[str], rows: Sequence[Mapping[str, Cell]], width: int) -> list[list[str]]:
+    """The columns of each table. The leading ones that hold texts name a row and are repeated in every table."""
+    n_names = next((n for n, c in enumerate(columns) if not all(isinstance(row[c], str) for row in rows)), 0)
+    names, left = list(columns[:n_names]), list(columns[n_names:])
+    size = {c: max(len(c), *(len(_cell(row[c])) for row in rows)) + 3 for c in columns}
+    tables = [list(names)]
+    room = width - 1 - sum(size[c] for c in names)
+    free = room
+    for column in left:
+        if size[column] > free and len(tables[-1]) > n_names:
+            tables.append(list(names))
+            free = room
+        tables[-1].append(column)
+        free -= size[column]
+    return tables
 
 
 def write(path: Path, text: str) -> None:
@@ -96,7 +117,7 @@ def write(path: Path, text: str) -> None:
 
 def print_result(console: Console, bench: Bench, result: BenchResult) -> None:
     """Show the result."""
-    console.print(render(bench, result))
+    console.print(render(bench, result, console.width))
 
 
 def _cell(value: Cell) -> str:

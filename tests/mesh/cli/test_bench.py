@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from mesh.bench.report import _fitting, render
 from mesh.bench.types import BenchContext, BenchResult, Cell, Direction, Goal
 from mesh.cli import bench as bench_cli
 from mesh.errors import InvalidRequest, NotFound
@@ -117,3 +118,20 @@ def test_goals(value: float, direction: Direction, ok: bool) -> None:
 def test_rows_need_the_same_columns() -> None:
     with pytest.raises(ValueError, match="same columns"):
         BenchResult(rows=({"a": 1}, {"b": 1}))
+
+
+@pytest.mark.parametrize(
+    ("width", "tables"),
+    [
+        (200, [["case", "speed_per_s", "share", "much_longer_name"]]),
+        (45, [["case", "speed_per_s", "share"], ["case", "much_longer_name"]]),
+        (5, [["case", "speed_per_s"], ["case", "share"], ["case", "much_longer_name"]]),
+    ],
+)
+def test_columns_that_do_not_fit_go_into_a_table_of_their_own(width: int, tables: list[list[str]]) -> None:
+    row = {"case": "1 at once", "speed_per_s": 1.0, "share": None, "much_longer_name": 2}
+    assert _fitting(tuple(row), [row], width) == tables
+
+
+def test_no_rows_are_no_trouble() -> None:
+    render(Doubling(), BenchResult(rows=()), 80)
