@@ -19,14 +19,15 @@ from mesh.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One case, once. `values`: by engine, then row, then measure. A part that is not `kept` was measured while the
-    machine's speed moved."""
+    """One case, once. `values`: by engine, then row, then measure; `said`: by engine, its version and settings. A part
+    that is not `kept` was measured while the machine's speed moved."""
 
     case: str
     attempt: int
     moved_ratio: float
     kept: bool
     values: Mapping[str, Rows]
+    said: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,6 +87,16 @@ class Record:
     def dropped(self) -> int:
         """Parts that do not count."""
         return sum(not p.kept for p in self.parts)
+
+    @property
+    def said(self) -> dict[str, str]:
+        """What the engines said of themselves; where it changed between parts, all of it."""
+        each: dict[str, list[str]] = {}
+        for part in self.parts:
+            for name, said in part.said.items():
+                if said not in each.setdefault(name, []):
+                    each[name].append(said)
+        return {name: " | ".join(said) for name, said in each.items()}
 
     def rows(self) -> list[str]:
         """Names of all rows, in the order in which they came."""

@@ -62,7 +62,8 @@ class Rounds:
 
     def notes(self) -> list[str]:
         """What a reader must know beside the figures."""
-        notes = [f"{p.engine.name}: {p.said}" for p in self._processes if p.said]
+        said = {p.engine.name: p.said for p in self._processes if p.said} | self._record.said
+        notes = [f"{name}: {what}" for name, what in said.items()]
         notes += [f"{name}: {problem}" for name, problem in self.problems.items()]
         ours = self._checked.get("kvmesh")
         for name, ids in self._checked.items():
@@ -159,7 +160,14 @@ class Rounds:
             speeds.append(await asyncio.to_thread(probe, threads))
         moved = moved_ratio(speeds)
         kept = moved <= self._context.number("probe_tolerance_ratio")
-        return Part(case=case.name, attempt=attempt, moved_ratio=round(moved, 3), kept=kept, values=values)
+        return Part(
+            case=case.name,
+            attempt=attempt,
+            moved_ratio=round(moved, 3),
+            kept=kept,
+            values=values,
+            said={p.engine.name: p.said for p in self._processes if p.engine.name in values},
+        )
 
     async def _turn(self, process: EngineProcess, case: str, works: Sequence[Work]) -> list[Answer]:
         """The exchanges of one engine; none if it failed. Then it is started afresh, and this case is not given to it

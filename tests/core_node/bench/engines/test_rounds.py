@@ -141,6 +141,7 @@ async def test_a_finished_record_starts_nothing_and_an_unfinished_goes_on(speeds
     run, record = rounds([fake], Record.open(path, {}), rounds=1)
     await run.run()
     assert fake.n_starts == 0
+    assert "kvmesh: version 1" in run.notes()
     run, record = rounds([fake], Record.open(path, {}), rounds=2)
     await run.run()
     assert fake.n_starts == 1
