@@ -14,8 +14,9 @@ import pytest
 from edge_node.engine.engine import EdgeEngine
 from mesh.model.tokenizer import load_tokenizer
 from mesh.node.engine import RunId
-from tests.conformance.engine_runs import OTHER_SALT, Outcome, collect, greedy, run, run_spec, until
+from tests.conformance.engine_runs import OTHER_SALT, Outcome, collect, greedy, run, run_spec
 from tests.edge_node.engine.engines import demo_model, edge_settings, started
+from tests.fakes.mesh import until_true
 
 pytestmark = pytest.mark.model
 
@@ -30,7 +31,7 @@ CLOSE_NATS = 2.0  # twice the difference that rounding makes
 async def test_under_pressure_runs_say_what_the_model_says() -> None:
     text = load_tokenizer(demo_model())
     prompts = [tuple(text.encode(HEAD + tail)) for tail in TAILS]
-    settings = edge_settings(n_ctx_tokens=256, max_running=4, max_sequences=8)
+    settings = edge_settings(n_ctx_tokens=192, max_running=4, max_sequences=8)
     async with started(EdgeEngine(settings)) as engine:
         seen = [Outcome() for _ in prompts]
         tasks = [
@@ -38,7 +39,11 @@ async def test_under_pressure_runs_say_what_the_model_says() -> None:
             for i, p in enumerate(prompts)
         ]
         gone = random.Random(0).sample(range(len(prompts)), 3)
-        await until(lambda: sum(len(o.ids) for o in seen) > 60)
+
+        async def is_under_pressure() -> bool:
+            return (await engine.load()).preempted_total > 0
+
+        await until_true(is_under_pressure, timeout_s=120.0)
         tasks[gone[0]].cancel()
         await engine.release(RunId(f"t{gone[1]}"))
         tasks[gone[2]].cancel()

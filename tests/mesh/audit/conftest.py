@@ -17,8 +17,6 @@ from mesh.identity.receipt import record_to_wire
 from mesh.identity.signing import NodeIdentity
 from mesh.v1 import common_pb2 as common
 
-NOW_S = time.time()  # within the certificates' lives
-
 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> CertificateAuthority:
@@ -38,8 +36,8 @@ def node(authority: CertificateAuthority) -> Callable[..., NodeIdentity]:
 
 @pytest.fixture
 def log_of(tmp_path: Path) -> Callable[..., AuditLog]:
-    def make(signer: NodeIdentity, now_s: float = NOW_S) -> AuditLog:
-        return AuditLog(tmp_path / signer.place.node_id, signer, now=lambda: now_s)
+    def make(signer: NodeIdentity, now_s: float | None = None) -> AuditLog:
+        return AuditLog(tmp_path / signer.place.node_id, signer, now=time.time if now_s is None else lambda: now_s)
 
     return make
 
@@ -50,14 +48,15 @@ def receipt_of(
     request_id: str = "r",
     tenant: str = "acme",
     label: str = "restricted",
-    ended_unix_s: float = NOW_S,
+    ended_unix_s: float | None = None,
     saw: dict[str, str] | None = None,
 ) -> common.Receipt:
+    ended_s = time.time() if ended_unix_s is None else ended_unix_s
     signed = [n.sign({"request_id": request_id, "node": n.place.node_id, "kind": "run"}) for n in legs]
     sites = {n.place.node_id: n.place.site for n in legs} if saw is None else saw
     body: dict[str, Any] = {
         "request_id": request_id, "tenant": tenant, "entry": entry.place.uri, "outcome": "stop",
         "label": {"claimed": label, "effective": label}, "saw_prompt": sites, "held_kv": sites,
-        "legs": [hashlib.sha256(leg.body).hexdigest() for leg in signed], "ended_unix_s": ended_unix_s,
+        "legs": [hashlib.sha256(leg.body).hexdigest() for leg in signed], "ended_unix_s": ended_s,
     }  # fmt: skip
     return common.Receipt(record=record_to_wire(entry.sign(body)), legs=[record_to_wire(leg) for leg in signed])
