@@ -116,7 +116,7 @@ def _table(reports: list[LogReport]) -> Table:
         table.add_column(column, justify="left" if column == "node" else "right")
     for r in reports:
         numbers = (r.n_entries, r.n_receipts, r.signed_seq, r.witnessed_seq, len(r.problems))
-        table.add_row(r.node or str(r.folder), *(f"{n:,}" if n >= 0 else "never" for n in numbers))
+        table.add_row(r.node.rpartition("/")[2] or str(r.folder), *(f"{n:,}" if n >= 0 else "never" for n in numbers))
     return table
 
 
