@@ -112,7 +112,8 @@ def _path(text: str) -> Path | None:
 @asynccontextmanager
 async def ended_by_sigterm() -> AsyncIterator[None]:
     """SIGTERM ends the body, and what comes after it, the report, goes on: engines that are stopped in place would
-    outlive us otherwise, and what was measured would be lost."""
+    outlive us otherwise, and what was measured would be lost. Further ones change nothing (timeout(1) sends two);
+    SIGINT still ends the report too."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     came = asyncio.Event()
@@ -128,7 +129,10 @@ async def ended_by_sigterm() -> AsyncIterator[None]:
         if not came.is_set() or task.uncancel() > 0:
             raise
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+        if came.is_set():
+            loop.add_signal_handler(signal.SIGTERM, lambda: None)
+        else:
+            loop.remove_signal_handler(signal.SIGTERM)
 
 
 @asynccontextmanager

@@ -35,6 +35,14 @@ async def test_sigterm_ends_the_measuring_and_not_the_report() -> None:
     await asyncio.sleep(0)  # nothing is cancelled any more
 
 
+async def test_a_second_sigterm_does_not_end_the_report() -> None:
+    async with ended_by_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(600)
+    os.kill(os.getpid(), signal.SIGTERM)  # would end this process
+    await asyncio.sleep(0.01)
+
+
 async def test_another_cancellation_is_none_of_its_business() -> None:
     async def body() -> None:
         async with ended_by_sigterm():
