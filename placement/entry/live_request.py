@@ -136,6 +136,8 @@ class LiveRequest:
         try:
             await self.driver.run()
             error = self._error
+            if error is None and self._finished is None:
+                error = Internal("the request ended without an outcome")
         except MeshError as exc:
             error = exc
         except Exception as exc:
@@ -146,18 +148,32 @@ class LiveRequest:
             error = Draining(f"{self._signer.place.node_id} stopped before the request had ended")
             raise
         finally:
-            error = await self._conclude(error)
-            self.stream.end(time.monotonic(), error)
-            outcome = "OK" if error is None else error.reason
+            await self._end(error)
+
+    async def _end(self, error: MeshError | None) -> None:
+        """End the stream, even if keeping the receipt fails by a bug or is cancelled: no client waits for ever."""
+        told: MeshError | None = Internal("the entry could not conclude the request; its log has it")
+        try:
+            told = await self._conclude(error)
+        except Exception:
+            log.exception("receipt_failed")
+        finally:
+            self.stream.end(time.monotonic(), told)
+            outcome = "OK" if told is None else told.reason
             self._count(outcome)
             log.info("request_ended", outcome=outcome, generated_tokens=self.driver.usage.completion_tokens)
 
     async def _conclude(self, error: MeshError | None) -> MeshError | None:
         """Sign and keep the receipt, then tell of the finish. The outcome's error."""
-        finished = self._finished if error is None else None
+        finished = self._finished
+        if error is not None:
+            outcome = error.reason
+        else:
+            assert finished is not None, "run() makes an error of it"
+            outcome = finished.reason.value
         receipt = self._draft.sign(
             self._signer,
-            outcome=finished.reason.value if finished is not None else error.reason if error is not None else "UNKNOWN",
+            outcome=outcome,
             ended_unix_s=time.time(),
             usage=asdict(self.driver.usage),
         )
@@ -166,7 +182,7 @@ class LiveRequest:
         except MeshError as exc:
             log.error("receipt_not_kept", reason=exc.reason, error=exc.message)
             return error or type(exc)(f"the answer is complete, but its receipt could not be kept: {exc.message}")
-        if finished is not None:
+        if error is None and finished is not None:
             self.stream.append(pb.GenerateResponse(finish=finish_to_wire(finished, receipt)))
         return error
 

@@ -160,3 +160,14 @@ async def test_an_answer_without_its_receipt_is_an_error(mesh: MemoryMesh) -> No
         with pytest.raises(Overloaded, match="its receipt could not be kept"):
             await task
     assert answer.finish is None
+
+
+async def test_a_bug_in_keeping_receipts_leaves_no_client_waiting(
+    mesh: MemoryMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(_: common.Receipt) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(mesh.receipts, "append_receipt", broken)
+    with pytest.raises(MeshError, match="could not conclude"):
+        await ask(mesh.door, request_of("private"))
