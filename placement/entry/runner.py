@@ -206,7 +206,7 @@ class PlanRunner(Replays):
 
     def _on_replay_source_gone(self, event: RunHeld | RunFailed) -> None:
         """The source ended while the target prefills: its request goes on without the move, elsewhere if need be."""
-        self._give_up_replay(errors.StalePlan("the run that was to move ended"), release=True)
+        self._give_up_replay(errors.StalePlan("the run that was to move ended"))
         self._dispatch(event)
 
     # The current transfer

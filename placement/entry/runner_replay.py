@@ -63,7 +63,7 @@ class Replays(Legs):
         match event:
             case RunHeld() if self._reached_end() is not None:  # the source's last word is on its way
                 self._end_leg_of(replay, event)
-                self._give_up_replay(errors.StalePlan("the request finished before it had moved"), release=True)
+                self._give_up_replay(errors.StalePlan("the request finished before it had moved"))
             case RunHeld() if event.kv_tokens < len(self._token_ids()):
                 self._replay = None
                 self._end_leg_of(replay, event)
@@ -71,20 +71,19 @@ class Replays(Legs):
                 self._run_at(replay.node_id, replay.run_id, Arrival(self._replay_cause, replayed=True))
             case RunHeld():  # of one token, of which nothing is left to compute
                 self._end_leg_of(replay, event)
-                self._give_up_replay(errors.StalePlan("too little was there to move; ask again"), release=True)
-            case RunFailed():
+                self._give_up_replay(errors.StalePlan("too little was there to move; ask again"))
+            case RunFailed():  # if its stream broke, it may have become a hold of which nothing was heard
                 self._give_up_replay(event.error)
             case RunFinished() | RunTokens():
                 message = f"node {replay.node_id} ran what it was to prefill"
-                self._give_up_replay(errors.Internal(message, node=replay.node_id), release=True)
+                self._give_up_replay(errors.Internal(message, node=replay.node_id))
 
-    def _give_up_replay(self, error: MeshError, *, release: bool = False) -> None:
+    def _give_up_replay(self, error: MeshError) -> None:
         """The source goes on, as it did."""
         replay, self._replay = self._replay, None
         assert replay is not None
-        if release:
-            self._do(CloseRun(node_id=replay.node_id, run_id=replay.run_id))
-            self._release(replay.node_id, replay.run_id)
+        self._do(CloseRun(node_id=replay.node_id, run_id=replay.run_id))
+        self._release(replay.node_id, replay.run_id)
         self._phase = Phase.RUNNING
         self._do(MoveFailed(target_node_id=replay.node_id, cause=self._replay_cause, error=error))
 
@@ -135,7 +134,7 @@ class Replays(Legs):
 
     def _free_everything(self, why: MeshError) -> None:
         if self._replay is not None:
-            self._give_up_replay(why, release=True)
+            self._give_up_replay(why)
         arrival = self._arrival
         if arrival is not None and arrival.replayed and self._run is not None:
             self._do(MoveFailed(target_node_id=self._run.node_id, cause=arrival.cause, error=why))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mesh import errors
@@ -27,6 +27,8 @@ WAYS = ("edge", "core", "core>edge", "edge>core", "core2", "core2>edge")
     st.integers(0, 8),
     st.integers(0, 4),
 )
+# A replay's target whose stream broke when it had become a hold.
+@example(ways=["edge"], seed=629, length=5, stops=False, faults=2, moves=1)
 def test_one_outcome_every_token_once_nothing_left(
     ways: list[str], seed: int, length: int, stops: bool, faults: int, moves: int
 ) -> None:

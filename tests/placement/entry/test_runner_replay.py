@@ -76,6 +76,11 @@ def test_a_target_that_fails_late_may_have_its_hold_still() -> None:
     assert release("edge", 1) in player(failed(2))
 
 
+def test_a_target_whose_stream_breaks_while_it_prefills_may_have_a_hold_already() -> None:
+    player = under_way()
+    assert release("edge", 1) in player(failed(1, errors.NodeUnreachable("stream broke")))
+
+
 def test_a_source_that_finishes_first_has_the_last_word() -> None:
     player = taken_over()
     player(tokens(0, 6))
