@@ -30,13 +30,15 @@ from mesh.node.serving_role import ServingRole
 from mesh.process import announce_ready, check_certificate, prepare_state_folder, raise_descriptor_limit, stop_signal
 from mesh.registry.open import RemoteSettings
 from mesh.registry.types import Registration
+from mesh.rpc.blobs.servicer import BlobsServicer
+from mesh.rpc.blobs.shelf import model_shelf
 from mesh.rpc.channel import node_channel
 from mesh.rpc.peer import peer_place
 from mesh.rpc.server import health_server, node_server
 from mesh.settings import CoreSettings
 from mesh.telemetry.log import configure_log
 from mesh.telemetry.metrics import Metrics
-from mesh.v1 import node_pb2_grpc
+from mesh.v1 import blobs_pb2_grpc, node_pb2_grpc
 from placement.entry.mesh_view import ModelFacts
 from placement.entry.public import http_listener
 from placement.policy.book import BookGuard
@@ -105,6 +107,10 @@ async def serve(settings: CoreSettings) -> None:
             on_role=lambda role: membership.change(registration(role)),
         )
         node_pb2_grpc.add_NodeServicer_to_server(servicer, node.server)
+        blobs_pb2_grpc.add_BlobsServicer_to_server(
+            BlobsServicer(model_shelf((settings.model,)), lambda context: peer_place(context, mesh=place.mesh)),
+            node.server,
+        )
         for listener in (node, health):
             await listener.server.start()
             stack.push_async_callback(listener.server.stop, _GRPC_GRACE_S)

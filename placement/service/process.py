@@ -25,6 +25,8 @@ from mesh.identity.tenants import issue_key, new_tenant
 from mesh.process import announce_ready, check_certificate, prepare_state_folder, raise_descriptor_limit, stop_signal
 from mesh.registry.open import EmbeddedSettings
 from mesh.registry.servicer import RegistryServicer
+from mesh.rpc.blobs.servicer import BlobsServicer
+from mesh.rpc.blobs.shelf import model_shelf
 from mesh.rpc.channel import node_channel
 from mesh.rpc.peer import peer_place
 from mesh.rpc.relay.ring import ring_over
@@ -34,7 +36,15 @@ from mesh.rpc.uplink.hub import UplinkHub
 from mesh.settings import Bootstrap, PlacementSettings, RegistryKind
 from mesh.telemetry.log import configure_log, get_logger
 from mesh.telemetry.metrics import Metrics
-from mesh.v1 import admin_pb2, admin_pb2_grpc, registry_pb2_grpc, relay_pb2_grpc, uplink_pb2, uplink_pb2_grpc
+from mesh.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    blobs_pb2_grpc,
+    registry_pb2_grpc,
+    relay_pb2_grpc,
+    uplink_pb2,
+    uplink_pb2_grpc,
+)
 from placement.decide.settings import DecideSettings
 from placement.entry.decisions import FrontDoorDeps
 from placement.entry.front_door import FrontDoor
@@ -133,6 +143,8 @@ async def serve(settings: PlacementSettings) -> None:
         uplink_pb2_grpc.add_UplinkServicer_to_server(hub, node.server)
         relay = RelayServicer(lambda context: peer_place(context, mesh=place.mesh), ring_over(hub))
         relay_pb2_grpc.add_RelayServicer_to_server(relay, node.server)
+        blobs = BlobsServicer(model_shelf(settings.models), lambda context: peer_place(context, mesh=place.mesh))
+        blobs_pb2_grpc.add_BlobsServicer_to_server(blobs, node.server)
         if settings.registry.kind is RegistryKind.EMBEDDED:
             registry_pb2_grpc.add_RegistryServicer_to_server(RegistryServicer(registry, place.mesh), node.server)
         health, health_state = health_server(str(settings.listeners.health))
