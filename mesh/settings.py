@@ -19,10 +19,10 @@ from mesh.errors import InvalidRequest
 from mesh.node.serving_role import ServingRole
 
 __all__ = [
-    "Address", "Bootstrap", "CoreEngine", "CoreListeners", "CoreSettings", "EdgeEngine", "EdgeListeners",
-    "EdgeSettings", "Group", "Identity", "Log", "LogFormat", "LogLevel", "ModelFile", "PlacementListeners",
-    "PlacementPeer", "PlacementSettings", "RegistryKind", "RegistrySettings", "Uplink", "leaves", "load_settings",
-    "to_yaml",
+    "Address", "Bootstrap", "ConsulTlsFiles", "CoreEngine", "CoreListeners", "CoreSettings", "EdgeEngine",
+    "EdgeListeners", "EdgeSettings", "Group", "Identity", "Log", "LogFormat", "LogLevel", "ModelFile",
+    "PlacementListeners", "PlacementPeer", "PlacementSettings", "RegistryKind", "RegistrySettings", "Uplink",
+    "leaves", "load_settings", "to_yaml",
 ]  # fmt: skip
 
 
@@ -112,6 +112,17 @@ class RegistryKind(Enum):
     CONSUL = "consul"
 
 
+class ConsulTlsFiles(Group):
+    """TLS to Consul: HTTPS instead of HTTP."""
+
+    ca_file: Path
+    """Who signed Consul's certificate, PEM; nobody else is believed."""
+    cert_file: Path | None = None
+    """This process' own certificate, where Consul asks for one."""
+    key_file: Path | None = None
+    """Its key."""
+
+
 class RegistrySettings(Group):
     """Who is in the mesh."""
 
@@ -121,6 +132,17 @@ class RegistrySettings(Group):
     """HTTP address of the local Consul agent."""
     prefix: Name = "kvmesh"
     """Service-name and key prefix in Consul."""
+    token_file: Path | None = None
+    """File with Consul's ACL token: service:write and key:write on the prefix, node:read, agent:read."""
+    tls: ConsulTlsFiles | None = None
+    """TLS to Consul; absent: plain HTTP, for an agent on loopback."""
+
+    @model_validator(mode="after")
+    def _token_is_not_sent_in_the_clear(self) -> RegistrySettings:
+        if self.token_file is not None and self.tls is None and not self.consul.is_loopback:
+            raise ValueError(f"token_file needs tls: the token would cross the network to {self.consul} in the clear")
+        return self
+
     ttl_s: Seconds = 5.0
     """A node that is silent for this long counts as critical."""
 

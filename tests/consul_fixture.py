@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import consul
@@ -30,11 +31,34 @@ def find_consul() -> Path | None:
     return Path(on_path) if on_path else None
 
 
-class ConsulAgent:
-    """One agent process. A -dev agent keeps all in memory: a restart is an empty registry on the same port."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secured:
+    """TLS files of an agent (it and its clients show the same certificate), and its first token."""
 
-    def __init__(self, binary: Path, folder: Path) -> None:
+    ca_file: Path
+    cert_file: Path
+    key_file: Path
+    token: str
+
+    @property
+    def hcl(self) -> str:
+        return f"""
+            ca_file = "{self.ca_file}", cert_file = "{self.cert_file}", key_file = "{self.key_file}"
+            verify_incoming_https = true
+            acl {{ enabled = true, default_policy = "deny"
+                   tokens {{ master = "{self.token}", agent = "{self.token}" }} }}
+        """
+
+
+class ConsulAgent:
+    """One agent process. A -dev agent keeps all in memory: a restart is an empty registry on the same port.
+
+    With `secured` it speaks TLS only, wants a certificate of `secured.ca_file`'s authority from its clients, and
+    denies what no token allows."""
+
+    def __init__(self, binary: Path, folder: Path, secured: Secured | None = None) -> None:
         self._binary = binary
+        self._secured = secured
         self._log = folder / "consul.log"
         self._ports = dict(zip(("http", "server", "serf-lan"), _free_ports(3), strict=True))
         self._process: subprocess.Popen[bytes] | None = None
@@ -47,11 +71,22 @@ class ConsulAgent:
     @property
     def client(self) -> consul.Consul:
         """A fresh client."""
-        return consul.Consul(host="127.0.0.1", port=self._ports["http"])
+        port, secured = self._ports["http"], self._secured
+        if secured is None:
+            return consul.Consul(host="127.0.0.1", port=port)
+        pair = (str(secured.cert_file), str(secured.key_file))
+        return consul.Consul(
+            host="127.0.0.1", port=port, scheme="https", verify=str(secured.ca_file), cert=pair, token=secured.token
+        )
 
     def start(self) -> None:
         """Start and wait until it has a leader and answers."""
-        options = [f"-{name}-port={port}" for name, port in self._ports.items()]
+        secured = self._secured
+        options = [
+            f"-{'https' if secured and name == 'http' else name}-port={port}" for name, port in self._ports.items()
+        ]
+        if secured is not None:
+            options += ["-http-port=-1", f"-hcl={secured.hcl}"]
         options += ["-serf-wan-port=-1", "-dns-port=-1", "-grpc-port=-1", "-node=test", "-bind=127.0.0.1"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -26,6 +26,7 @@ from mesh.errors import NodeUnreachable, NotFound, RevisionMismatch
 from mesh.identity.place import check_name
 from mesh.registry import consul_wire as wire
 from mesh.registry.checks import check_key, check_prefix, check_registration, check_value
+from mesh.registry.consul_access import ConsulTls
 from mesh.registry.embedded import REPEAT_S
 from mesh.registry.follow import Follower
 from mesh.registry.threads import CallThread
@@ -40,9 +41,10 @@ T = TypeVar("T")
 
 
 class ConsulRegistry:
-    """See mesh.registry.types.Registry. `address`: the local agent's HTTP API. `prefix` starts the service's name
-    and all keys; meshes that share a Consul need different ones. `deregister_after_s`: Consul forgets a node that
-    was critical for so long (hours, if at all; None: never)."""
+    """See mesh.registry.types.Registry. `address`: the local agent's HTTP API; with `tls` its HTTPS one. `prefix`
+    starts the service's name and all keys; meshes that share a Consul need different ones. `token`: of Consul's ACL,
+    sent as a header and never logged. `deregister_after_s`: Consul forgets a node that was critical for so long (hours,
+    if at all; None: never)."""
 
     def __init__(
         self,
@@ -50,12 +52,14 @@ class ConsulRegistry:
         *,
         prefix: str = "kvmesh",
         token: str | None = None,
+        tls: ConsulTls | None = None,
         deregister_after_s: float | None = None,
     ) -> None:
         check_name("prefix", prefix)
         self._agent = HostPort.parse(address)
         self._prefix = prefix
         self._token = token
+        self._tls = tls
         self._deregister_after_s = deregister_after_s
         self._client: consul.Consul | None = None
         self._calls: CallThread | None = None
@@ -230,8 +234,14 @@ class ConsulRegistry:
     def _open(self, name: str) -> tuple[consul.Consul, CallThread]:
         """A client and the one thread that uses it: its HTTP session is not made for several."""
         host = str(self._agent).rpartition(":")[0]  # with brackets, if it is IPv6
+        tls = self._tls
         client = consul.Consul(
-            host=host, port=self._agent.port, scheme="http", verify=True, connections_timeout=CALL_TIMEOUT_S
+            host=host,
+            port=self._agent.port,
+            scheme="http" if tls is None else "https",
+            verify=True if tls is None else str(tls.ca_file),
+            cert=None if tls is None else tls.client_pair,
+            connections_timeout=CALL_TIMEOUT_S,
         )
         # Nothing from the environment: neither a token (which would win over ours) nor a proxy.
         client.token = self._token

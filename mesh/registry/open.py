@@ -8,6 +8,7 @@ from pathlib import Path
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
 from mesh.registry.consul import ConsulRegistry
+from mesh.registry.consul_access import ConsulTls
 from mesh.registry.embedded import EmbeddedRegistry
 from mesh.registry.remote import RemoteRegistry
 from mesh.registry.types import Registry
@@ -37,6 +38,7 @@ class ConsulSettings:
     address: str = "127.0.0.1:8500"
     prefix: str = "kvmesh"
     token: str | None = field(default=None, repr=False)
+    tls: ConsulTls | None = None
     deregister_after_s: float | None = None
 
 
@@ -56,5 +58,6 @@ def open_registry(settings: RegistrySettings) -> Registry:
                 settings.address,
                 prefix=settings.prefix,
                 token=settings.token,
+                tls=settings.tls,
                 deregister_after_s=settings.deregister_after_s,
             )
