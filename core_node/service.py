@@ -36,6 +36,7 @@ from mesh.rpc.channel import node_channel
 from mesh.rpc.peer import peer_place
 from mesh.rpc.server import health_server, node_server
 from mesh.settings import CoreSettings
+from mesh.systemd import told_ready
 from mesh.telemetry.log import configure_log
 from mesh.telemetry.metrics import Metrics
 from mesh.v1 import blobs_pb2_grpc, node_pb2_grpc
@@ -129,6 +130,7 @@ async def serve(settings: CoreSettings) -> None:
         await membership.join()
         stack.push_async_callback(membership.leave)
         announce_ready(settings.state_folder, node_id=place.node_id, node=address, http=http.url, **asdict(speeds))
+        stack.enter_context(told_ready(settings.systemd))
 
         await stop_signal()
         membership.set_ready(False)

@@ -21,7 +21,7 @@ from mesh.node.serving_role import ServingRole
 __all__ = [
     "Address", "Bootstrap", "ConsulTlsFiles", "CoreEngine", "CoreListeners", "CoreSettings", "EdgeEngine",
     "EdgeListeners", "EdgeSettings", "Group", "Identity", "Log", "LogFormat", "LogLevel", "ModelFile",
-    "PlacementListeners", "PlacementPeer", "PlacementSettings", "RegistryKind", "RegistrySettings", "Uplink",
+    "PlacementListeners", "PlacementPeer", "PlacementSettings", "RegistryKind", "RegistrySettings", "Systemd", "Uplink",
     "leaves", "load_settings", "to_yaml",
 ]  # fmt: skip
 
@@ -259,6 +259,15 @@ class Log(Group):
     """json, or console for people."""
 
 
+class Systemd(Group):
+    """How to reach the service manager; the units fill it in."""
+
+    notify_socket: Annotated[str, Field(pattern=r"^([/@].{1,107})?$")] = ""
+    """Where to say that the process is ready and alive (NOTIFY_SOCKET); empty: nobody is told."""
+    watchdog_us: Annotated[int, BeforeValidator(_number), Field(ge=0, le=3_600_000_000)] = 0
+    """Silent for so many microseconds, the process is restarted (WATCHDOG_USEC); 0: no watchdog."""
+
+
 class Bootstrap(Group):
     """The first keys of an empty mesh."""
 
@@ -280,6 +289,7 @@ class Process(Group):
     drain_s: Seconds = 30.0
     """Longest time that running requests get to end or move after SIGTERM."""
     log: Log = Log()
+    systemd: Systemd = Systemd()
 
 
 class PlacementSettings(Process):

@@ -44,6 +44,7 @@ from mesh.rpc.uplink.agent import UplinkAgent
 from mesh.rpc.uplink.backoff import FullJitter
 from mesh.rpc.uplink.types import AgentFacts
 from mesh.settings import EdgeSettings
+from mesh.systemd import told_ready
 from mesh.telemetry.log import configure_log, get_logger
 from mesh.telemetry.metrics import Metrics
 from mesh.v1 import admin_pb2, uplink_pb2
@@ -169,6 +170,7 @@ async def serve(settings: EdgeSettings) -> None:
             http=http.url,
             **asdict(speeds),
         )
+        stack.enter_context(told_ready(settings.systemd))
 
         await stop_signal()
         for state in (health_state, public_health):

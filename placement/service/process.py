@@ -34,6 +34,7 @@ from mesh.rpc.relay.servicer import RelayServicer
 from mesh.rpc.server import health_server, node_server
 from mesh.rpc.uplink.hub import UplinkHub
 from mesh.settings import Bootstrap, PlacementSettings, RegistryKind
+from mesh.systemd import told_ready
 from mesh.telemetry.log import configure_log, get_logger
 from mesh.telemetry.metrics import Metrics
 from mesh.v1 import (
@@ -166,6 +167,7 @@ async def serve(settings: PlacementSettings) -> None:
         await membership.join()
         stack.push_async_callback(membership.leave)
         announce_ready(settings.state_folder, node_id=place.node_id, grpc=public.address, http=http.url, node=address)
+        stack.enter_context(told_ready(settings.systemd))
 
         await stop_signal()
         membership.set_ready(False)
