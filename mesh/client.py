@@ -172,6 +172,14 @@ class MeshClient:
         snapshot: admin_pb2.Snapshot = response.snapshot
         return snapshot
 
+    async def list_requests(self) -> admin_pb2.ListRequestsResponse:
+        """Requests that run now: those of this entry, and at placement those of attached sites. Needs the role
+        operator."""
+        response: admin_pb2.ListRequestsResponse = await self._call(
+            self._mesh.ListRequests, admin_pb2.ListRequestsRequest()
+        )
+        return response
+
     async def migrate(
         self, request_id: str, *, node_id: str = "", tier: str = "", how: str = ""
     ) -> admin_pb2.MigrateResponse:

@@ -95,6 +95,10 @@ class SyncMeshClient:
         """All nodes."""
         return self._run(self._client.snapshot())
 
+    def list_requests(self) -> admin_pb2.ListRequestsResponse:
+        """Requests that run now."""
+        return self._run(self._client.list_requests())
+
     def migrate(
         self, request_id: str, *, node_id: str = "", tier: str = "", how: str = ""
     ) -> admin_pb2.MigrateResponse:

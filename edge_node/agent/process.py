@@ -56,6 +56,7 @@ from placement.entry.intake import served_model
 from placement.entry.mesh_view import ModelFacts, models_to_wire
 from placement.entry.public import http_listener, public_listener
 from placement.entry.relocator import Relocator
+from placement.entry.request_view import running_requests
 from placement.policy.book import BookGuard
 
 log = get_logger(__name__)
@@ -137,11 +138,12 @@ async def serve(settings: EdgeSettings) -> None:
             )
         )
 
+        requests = _OwnRequests(door, world, place.node_id)
         relocator = Relocator(door, world)
         relocator.start()
         stack.push_async_callback(relocator.close)
         public, public_health = public_listener(
-            settings.listeners.public, credentials, door=door, source=world, mover=_OwnRequests(door),
+            settings.listeners.public, credentials, door=door, source=world, mover=requests,
             directory=lambda: site.directory,
         )  # fmt: skip
         health, health_state = health_server(str(settings.listeners.health))
@@ -158,7 +160,7 @@ async def serve(settings: EdgeSettings) -> None:
             credentials,
             _SiteHost(host, own, door),
             models,
-            _Pushes(site, world, door, WitnessDesk(audit, credentials.ca_pem), attendant),
+            _Pushes(site, world, door, WitnessDesk(audit, credentials.ca_pem), attendant, requests),
         )
         await uplink.start()
         stack.push_async_callback(uplink.stop)
@@ -190,13 +192,18 @@ def _load(site: SiteConfig) -> None:
 
 
 class _OwnRequests:
-    """An edge moves the requests that it is the entry of, and no others."""
+    """An edge moves and lists the requests that it is the entry of, and no others."""
 
-    def __init__(self, door: FrontDoor) -> None:
+    def __init__(self, door: FrontDoor, world: EdgeWorld, node_id: str) -> None:
         self._door = door
+        self._world = world
+        self._node_id = node_id
 
     async def migrate(self, principal: Principal, request: admin_pb2.MigrateRequest) -> admin_pb2.MigrateResponse:
         return await self._door.migrate(principal, request)
+
+    async def list_requests(self) -> admin_pb2.ListRequestsResponse:
+        return admin_pb2.ListRequestsResponse(requests=running_requests(self._door, self._node_id, self._world.nodes()))
 
 
 class _SiteHost:
@@ -220,8 +227,15 @@ class _Pushes:
     """What placement sends over the uplink."""
 
     def __init__(
-        self, site: SiteConfig, world: EdgeWorld, door: FrontDoor, desk: WitnessDesk, attendant: RelayAttendant
+        self,
+        site: SiteConfig,
+        world: EdgeWorld,
+        door: FrontDoor,
+        desk: WitnessDesk,
+        attendant: RelayAttendant,
+        requests: _OwnRequests,
     ) -> None:
+        self._requests = requests
         self._site = site
         self._world = world
         self._door = door
@@ -242,6 +256,9 @@ class _Pushes:
         if kind == "attend":
             self._attendant.attend(command.attend.ticket)
             return uplink_pb2.CommandResult(command_id=command.command_id)
+        if kind == "list_requests":
+            running = await self._requests.list_requests()
+            return uplink_pb2.CommandResult(command_id=command.command_id, requests=running)
         if kind != "migrate":
             raise NotImplementedHere("this agent does not know the command: it is of an older version")
         if command.HasField("target"):

@@ -1,4 +1,8 @@
-"""Command groups that more than one package adds commands to."""
+"""Command groups that more than one package adds commands to.
+
+An entry point of `kvmesh.commands` must not bear such a group's name: it would be loaded alone and hide the others'
+commands (see mesh.cli.main).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from typing import Final
 
 import typer
 
-_HELP: Final = {"site": "Sites of the mesh.", "bundle": "Installing without a network."}
+_HELP: Final = {"site": "Sites of the mesh."}
 
 
 def group(app: typer.Typer, name: str) -> typer.Typer:

@@ -19,7 +19,7 @@ from mesh.identity.tenants import TenantDirectory
 from mesh.rpc.around import AroundInterceptor
 
 _TENANT = ("Inference/Generate", "Inference/Tokenize", "Inference/ListModels", "Inference/Abort", "Inference/Explain")
-_OPERATOR = ("MeshView/GetSnapshot", "MeshView/WatchSnapshot", "MeshView/SetNodeRole")
+_OPERATOR = ("MeshView/GetSnapshot", "MeshView/WatchSnapshot", "MeshView/SetNodeRole", "MeshView/ListRequests")
 _ADMIN = (
     *(f"Policies/{rpc}" for rpc in ("Put", "Get", "List", "Delete", "Validate", "History")),
     *(f"Tenants/{rpc}" for rpc in ("Create", "List", "IssueKey", "RevokeKey")),

@@ -337,3 +337,47 @@ class SetNodeRoleResponse(_message.Message):
     PREVIOUS_ROLE_FIELD_NUMBER: _ClassVar[int]
     previous_role: str
     def __init__(self, previous_role: _Optional[str] = ...) -> None: ...
+
+class RunningRequest(_message.Message):
+    __slots__ = ("request_id", "tenant", "model", "label", "shape", "entry_node_id", "node_id", "moving", "prompt_tokens", "generated_tokens", "max_tokens", "kv_bytes", "age_s", "token_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    MOVING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    model: str
+    label: str
+    shape: str
+    entry_node_id: str
+    node_id: str
+    moving: bool
+    prompt_tokens: int
+    generated_tokens: int
+    max_tokens: int
+    kv_bytes: int
+    age_s: float
+    token_s: float
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., label: _Optional[str] = ..., shape: _Optional[str] = ..., entry_node_id: _Optional[str] = ..., node_id: _Optional[str] = ..., moving: _Optional[bool] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., token_s: _Optional[float] = ...) -> None: ...
+
+class ListRequestsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListRequestsResponse(_message.Message):
+    __slots__ = ("requests", "silent_entry_node_ids")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_ENTRY_NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RunningRequest]
+    silent_entry_node_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RunningRequest, _Mapping]]] = ..., silent_entry_node_ids: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -559,6 +559,11 @@ class MeshViewStub:
                 request_serializer=mesh_dot_v1_dot_admin__pb2.SetNodeRoleRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_admin__pb2.SetNodeRoleResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/mesh.v1.MeshView/ListRequests',
+                request_serializer=mesh_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class MeshViewServicer:
@@ -593,6 +598,13 @@ class MeshViewServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """Requests that run now: those of this entry, and at the placement service those of the sites attached to it too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshViewServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -615,6 +627,11 @@ def add_MeshViewServicer_to_server(servicer, server):
                     servicer.SetNodeRole,
                     request_deserializer=mesh_dot_v1_dot_admin__pb2.SetNodeRoleRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_admin__pb2.SetNodeRoleResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=mesh_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -726,6 +743,33 @@ class MeshView:
             '/mesh.v1.MeshView/SetNodeRole',
             mesh_dot_v1_dot_admin__pb2.SetNodeRoleRequest.SerializeToString,
             mesh_dot_v1_dot_admin__pb2.SetNodeRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mesh.v1.MeshView/ListRequests',
+            mesh_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+            mesh_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -175,20 +175,22 @@ class TenantSalt(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("command_id", "migrate", "witness", "attend", "tenant", "target")
+    __slots__ = ("command_id", "migrate", "witness", "attend", "list_requests", "tenant", "target")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
     WITNESS_FIELD_NUMBER: _ClassVar[int]
     ATTEND_FIELD_NUMBER: _ClassVar[int]
+    LIST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     migrate: _admin_pb2.MigrateRequest
     witness: WitnessRequest
     attend: RelayAttend
+    list_requests: _admin_pb2.ListRequestsRequest
     tenant: str
     target: _admin_pb2.NodeView
-    def __init__(self, command_id: _Optional[int] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateRequest, _Mapping]] = ..., witness: _Optional[_Union[WitnessRequest, _Mapping]] = ..., attend: _Optional[_Union[RelayAttend, _Mapping]] = ..., tenant: _Optional[str] = ..., target: _Optional[_Union[_admin_pb2.NodeView, _Mapping]] = ...) -> None: ...
+    def __init__(self, command_id: _Optional[int] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateRequest, _Mapping]] = ..., witness: _Optional[_Union[WitnessRequest, _Mapping]] = ..., attend: _Optional[_Union[RelayAttend, _Mapping]] = ..., list_requests: _Optional[_Union[_admin_pb2.ListRequestsRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., target: _Optional[_Union[_admin_pb2.NodeView, _Mapping]] = ...) -> None: ...
 
 class RelayAttend(_message.Message):
     __slots__ = ("ticket",)
@@ -197,7 +199,7 @@ class RelayAttend(_message.Message):
     def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("command_id", "error_reason", "error_message", "migrate", "witness", "error_details")
+    __slots__ = ("command_id", "error_reason", "error_message", "migrate", "witness", "error_details", "requests")
     class ErrorDetailsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -211,13 +213,15 @@ class CommandResult(_message.Message):
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
     WITNESS_FIELD_NUMBER: _ClassVar[int]
     ERROR_DETAILS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     error_reason: str
     error_message: str
     migrate: _admin_pb2.MigrateResponse
     witness: WitnessResponse
     error_details: _containers.ScalarMap[str, str]
-    def __init__(self, command_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateResponse, _Mapping]] = ..., witness: _Optional[_Union[WitnessResponse, _Mapping]] = ..., error_details: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    requests: _admin_pb2.ListRequestsResponse
+    def __init__(self, command_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateResponse, _Mapping]] = ..., witness: _Optional[_Union[WitnessResponse, _Mapping]] = ..., error_details: _Optional[_Mapping[str, str]] = ..., requests: _Optional[_Union[_admin_pb2.ListRequestsResponse, _Mapping]] = ...) -> None: ...
 
 class WitnessRequest(_message.Message):
     __slots__ = ("head", "kept_chain", "kept_seq")

@@ -82,13 +82,14 @@ class LiveRequest:
         self.accepted = accepted
         self._learn = learn
         self._generated: list[int] = []
+        self.started_s = time.monotonic()
         self.work = work
         self.stream = stream
         self._world = world
         self._signer = signer
         self._metrics = metrics
         self._receipts = receipts
-        self._shape = Shape[plan.choice.shape.name]
+        self.shape = Shape[plan.choice.shape.name]
         self._text = accepted.model.tokenizer.stream()
         self._matcher = StopMatcher(accepted.sampling.stop)
         self._draft = ReceiptDraft(
@@ -253,7 +254,7 @@ class LiveRequest:
         usage = self.driver.usage
         self._metrics.request_ended(
             outcome=outcome,
-            shape=self._shape,
+            shape=self.shape,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             generated_tokens=usage.completion_tokens,

@@ -60,9 +60,13 @@ class SnapshotSource(Protocol):
 
 
 class RequestMover(Protocol):
-    """Moves a running request, wherever its entry is."""
+    """Moves running requests, wherever their entries are, and lists them."""
 
     async def migrate(self, principal: Principal, request: admin.MigrateRequest) -> admin.MigrateResponse: ...
+
+    async def list_requests(self) -> admin.ListRequestsResponse:
+        """The running requests that can be known here."""
+        ...
 
 
 class RoleGiver(Protocol):
@@ -98,6 +102,11 @@ class MeshViewServicer(admin_grpc.MeshViewServicer):
 
     async def Migrate(self, request: admin.MigrateRequest, context: grpc.aio.ServicerContext) -> admin.MigrateResponse:
         return await self._mover.migrate(self._authenticate(context), request)
+
+    async def ListRequests(
+        self, request: admin.ListRequestsRequest, context: grpc.aio.ServicerContext
+    ) -> admin.ListRequestsResponse:
+        return await self._mover.list_requests()
 
     async def SetNodeRole(
         self, request: admin.SetNodeRoleRequest, context: grpc.aio.ServicerContext

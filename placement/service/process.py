@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -53,12 +52,14 @@ from placement.entry.gateway import EntryGateway
 from placement.entry.intake import ServedModel, served_model
 from placement.entry.public import http_listener, public_listener
 from placement.entry.relocator import Relocator
+from placement.entry.request_view import running_requests
 from placement.entry.salts import derive_salt
 from placement.service.admin import PoliciesServicer, TenantsServicer
 from placement.service.membership import Membership
 from placement.service.mesh_state import MeshState
 from placement.service.registrations import to_registration
 from placement.service.registry_choice import choose_registry
+from placement.service.request_list import requests_of_sites
 from placement.service.site_config import SiteConfigSource
 from placement.service.stores import PolicyStore, TenantStore
 from placement.service.witnesses import Witnesses, admin_recorder
@@ -133,7 +134,7 @@ async def serve(settings: PlacementSettings) -> None:
             credentials,
             door=door,
             source=state,
-            mover=_Mover(door, hub, state.view_of, place),
+            mover=_Mover(door, hub, state, place),
             directory=lambda: tenants.directory,
             more_services=("mesh.v1.Policies", "mesh.v1.Tenants"),
             roles=state,
@@ -184,12 +185,13 @@ class _Mover:
         self,
         door: FrontDoor,
         hub: UplinkHub,
-        view_of: Callable[[str], admin_pb2.NodeView | None],
+        state: MeshState,
         place: Place,
     ) -> None:
         self._door = door
         self._hub = hub
-        self._view_of = view_of
+        self._state = state
+        self._view_of = state.view_of
         self._place = place
 
     async def migrate(self, principal: Principal, request: admin_pb2.MigrateRequest) -> admin_pb2.MigrateResponse:
@@ -204,6 +206,13 @@ class _Mover:
         command = uplink_pb2.Command(migrate=request, tenant=scope, target=self._guest(entry, request.node_id))
         result = await self._hub.command(entry, command, timeout_s=_COMMAND_TIMEOUT_S)
         return result.migrate
+
+    async def list_requests(self) -> admin_pb2.ListRequestsResponse:
+        own = running_requests(self._door, self._place.node_id, self._state.nodes())
+        response = await requests_of_sites(self._hub)
+        return admin_pb2.ListRequestsResponse(
+            requests=[*own, *response.requests], silent_entry_node_ids=response.silent_entry_node_ids
+        )
 
     def _is_attached(self, entry: str) -> bool:
         return any(edge.place.node_id == entry for edge in self._hub.attached())

@@ -179,6 +179,14 @@ class FakeMeshView(admin_pb2_grpc.MeshViewServicer):  # type: ignore[misc]
         response.snapshot.nodes.add(node_id="osaka-0", tier="edge", site="osaka", state="disconnected")
         return response
 
+    async def ListRequests(self, request: Any, context: Any) -> admin_pb2.ListRequestsResponse:
+        running = admin_pb2.RunningRequest(
+            request_id="osaka-0:abc", tenant="acme", model="tiny", label="internal", shape="split",
+            entry_node_id="osaka-0", node_id="core-0", moving=True, prompt_tokens=30, generated_tokens=4,
+            max_tokens=64, kv_bytes=34_000, age_s=2.5, token_s=0.05,
+        )  # fmt: skip
+        return admin_pb2.ListRequestsResponse(requests=[running], silent_entry_node_ids=["paris-0"])
+
     async def Migrate(self, request: admin_pb2.MigrateRequest, context: Any) -> admin_pb2.MigrateResponse:
         to = request.node_id or f"best-{request.tier}"
         return admin_pb2.MigrateResponse(from_node_id="osaka-0", to_node_id=to, kv_wire_bytes=2048, kv_tokens=9)

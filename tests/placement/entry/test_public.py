@@ -26,6 +26,7 @@ from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import admin_pb2_grpc as admin_grpc
 from placement.entry.gateway import EntryGateway
 from placement.entry.public import http_listener, public_listener
+from placement.entry.request_view import running_requests
 from tests.fakes.mesh import MemoryMesh, place_of, settle, until
 from tests.placement.entry.conftest import MakeMesh
 
@@ -52,6 +53,9 @@ class _Mover:
     async def migrate(self, principal: Principal, request: admin.MigrateRequest) -> admin.MigrateResponse:
         self.asked.append(principal)
         return await self._mesh.door.migrate(principal, request)
+
+    async def list_requests(self) -> admin.ListRequestsResponse:
+        return admin.ListRequestsResponse(requests=running_requests(self._mesh.door, "paris", ()))
 
 
 @dataclass
@@ -176,6 +180,24 @@ async def test_a_tenant_moves_and_aborts_its_own_only(entry: Entry) -> None:
     assert (await moving).to_node_id == "core-1"
     assert len(ids) == 300
     assert [p.tenant for p in entry.mover.asked] == ["rival", "acme"]
+
+
+async def test_operators_see_running_requests_without_their_text(entry: Entry) -> None:
+    tenant, operator = entry.clients("tenant"), entry.clients("operator")
+    with pytest.raises(PolicyDenied, match="needs the role operator"):
+        await tenant.list_requests()
+    assert list((await operator.list_requests()).requests) == []
+    async with aclosing(tenant.generate("secret " * 4, **(OPTIONS | {"max_tokens": 300, "shape": "local"}))) as events:
+        decision = await anext(events)
+        assert isinstance(decision, Decision)
+        await anext(events)
+        (seen,) = (await operator.list_requests()).requests
+    assert seen.request_id == decision.request_id
+    assert (seen.tenant, seen.label, seen.shape, seen.node_id, seen.max_tokens) == (
+        "acme", "internal", "local", "paris", 300,
+    )  # fmt: skip
+    assert seen.prompt_tokens == decision.prompt_tokens
+    assert b"secret" not in seen.SerializeToString()
 
 
 async def test_abort_ends_a_stream_with_its_error(entry: Entry) -> None:
