@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 TAIL_LINES = 25
 
@@ -19,24 +20,25 @@ class SetupFailed(Exception):
 class Show:
     """Prints steps; on a terminal the running one is rewritten in place, elsewhere it is a line per stage."""
 
-    def __init__(self) -> None:
-        self.terminal = sys.stdout.isatty()
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = out or sys.stdout
+        self.terminal = self._out.isatty()
         self._last_shown = ""
 
     def line(self, text: str) -> None:
         """One line for good."""
-        print(text, flush=True)
+        print(text, file=self._out, flush=True)
 
     def progress(self, text: str) -> None:
         """The state of a running step: rewritten on a terminal, nothing elsewhere (see `stage`)."""
         if self.terminal:
-            print(f"\r\x1b[K  {text}", end="", flush=True)
+            print(f"\r\x1b[K  {text}", end="", file=self._out, flush=True)
 
     def stage(self, text: str) -> None:
         """A coarse state of a long step, for logs that can't be rewritten."""
         if not self.terminal and text != self._last_shown:
             self._last_shown = text
-            print(f"  {text}", flush=True)
+            print(f"  {text}", file=self._out, flush=True)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -45,7 +47,7 @@ class Show:
         self.progress(f"{name} ...")
         yield
         if self.terminal:
-            print("\r\x1b[K", end="")
+            print("\r\x1b[K", end="", file=self._out)
         self.line(f"  {name}: {duration(time.monotonic() - started_s)}")
 
 
