@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 
@@ -46,6 +47,7 @@ from mesh.rpc.uplink.types import AgentFacts
 from mesh.settings import EdgeSettings
 from mesh.systemd import told_ready
 from mesh.telemetry.log import configure_log, get_logger
+from mesh.telemetry.mesh_metrics import UplinkCollector
 from mesh.telemetry.metrics import Metrics
 from mesh.v1 import admin_pb2, uplink_pb2
 from placement.decide.settings import DecideSettings
@@ -162,6 +164,7 @@ async def serve(settings: EdgeSettings) -> None:
             models,
             _Pushes(site, world, door, WitnessDesk(audit, credentials.ca_pem), attendant, requests),
         )
+        metrics.watch(UplinkCollector(lambda: uplink.state, time.monotonic))
         await uplink.start()
         stack.push_async_callback(uplink.stop)
         announce_ready(

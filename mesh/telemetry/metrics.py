@@ -119,6 +119,10 @@ class Metrics:
         """Show the engine's load as last reported; None: nothing yet."""
         self.registry.register(_Load(read))
 
+    def watch(self, collector: Collector) -> None:
+        """Show what a collector of mesh.telemetry.mesh_metrics reads."""
+        self.registry.register(collector)
+
     def render(self) -> bytes:
         """The text that Prometheus scrapes, to be served as CONTENT_TYPE."""
         return generate_latest(self.registry)

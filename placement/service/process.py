@@ -35,6 +35,7 @@ from mesh.rpc.uplink.hub import UplinkHub
 from mesh.settings import Bootstrap, PlacementSettings, RegistryKind
 from mesh.systemd import told_ready
 from mesh.telemetry.log import configure_log, get_logger
+from mesh.telemetry.mesh_metrics import MeshCollector
 from mesh.telemetry.metrics import Metrics
 from mesh.v1 import (
     admin_pb2,
@@ -114,6 +115,7 @@ async def serve(settings: PlacementSettings) -> None:
         audit = await asyncio.to_thread(AuditLog, settings.state_folder / AUDIT_FOLDER, identity)
         stack.push_async_callback(audit.close)
         metrics = Metrics(node_id=place.node_id, role=Role.PLACEMENT.value)
+        metrics.watch(MeshCollector(state.wire_snapshot))
         door = FrontDoor(
             FrontDoorDeps(
                 signer=identity,
