@@ -24,15 +24,15 @@ from core_node.kvtc.calibrate import Plan, calibrate
 from core_node.kvtc.probe import ModelProbe
 from core_node.kvtc.quality_probe import HeldOut, Loss, loss_of
 from core_node.kvtc.texts import Text, built_in
-from core_node.kvtc.twin import TorchMaps
 from mesh.bench.types import BenchContext, BenchResult, Cell, Direction, Goal
 from mesh.errors import InvalidRequest
 from mesh.kv.codec_types import Codec
 from mesh.kv.codecs import codec_named
 from mesh.kv.elements import convert
 from mesh.kv.geometry import KvDtype
-from mesh.kv.kvtc.artifact import Artifact, read_artifact
+from mesh.kv.kvtc.artifact import MAX_BOUND, Artifact, read_artifact
 from mesh.kv.kvtc.codec import PREFIX, KvtcCodec
+from mesh.kv.kvtc.transform import NumpyMaps
 from mesh.kv.profiling import known
 from mesh.model.description import ModelDescription, describe
 
@@ -127,7 +127,7 @@ def _artifact(context: BenchContext, description: ModelDescription, text: str) -
 
 
 def _codecs(artifact: Artifact) -> dict[str, Codec]:
-    maps, exact = TorchMaps(artifact, torch.device("cpu")), codec_named("q8_0")
+    maps, exact = NumpyMaps(artifact), codec_named("q8_0")
     coded: dict[str, Codec] = {name: codec_named(name) for name in _PLAIN}
     for s in artifact.settings:
         coded[f"kvtc {s.name}"] = KvtcCodec(artifact, s, exact, maps)
@@ -159,9 +159,8 @@ def _allowed(artifact: Artifact, max_loss_ratio: float = 0.01) -> str:
 def _ablations(probe: ModelProbe, windows: Sequence[HeldOut], artifact: Artifact) -> dict[str, float]:
     """Mean loss in percent of a middle setting: as it is, with sinks coded too, with the latest tokens coded too."""
     setting = artifact.settings[len(artifact.settings) // 2]
-    unbounded = float(np.finfo(np.float32).max)  # the bound would hide what is lost
-    free = replace(setting, bound=unbounded)
-    codec = KvtcCodec(artifact, free, codec_named("q8_0"), TorchMaps(artifact, torch.device("cpu")))
+    free = replace(setting, bound=MAX_BOUND)  # the guard would hide what is lost
+    codec = KvtcCodec(artifact, free, codec_named("q8_0"), NumpyMaps(artifact))
     out: dict[str, float] = {}
     for name, sinks, recent in (("both kept", True, True), ("sinks coded", False, True), ("window coded", True, False)):
         losses = [next(loss_of(probe, w, [codec], _STOP, sinks=sinks, recent=recent)) for w in windows]

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from core_node.kvtc.design import GROUP, Measured, grouped, measure
-from core_node.kvtc.statistics import fast_dtype
-from core_node.kvtc.twin import TorchMaps
+from core_node.kvtc.twin import torch_maps
 from mesh.kv.chunks import CHUNK_TOKENS
 from mesh.kv.codecs import codec_named
 from mesh.kv.elements import convert
@@ -53,7 +52,7 @@ def studies(artifact: Artifact, slabs: Sequence[KvSlab]) -> Studies:
     parts = [_weighted(artifact, slab) for slab in slabs]
     thirds = [np.concatenate(parts[i::3], axis=1) for i in range(3)] if len(parts) >= 3 else [parts[0]] * 3
     fit, middle, last = (_coded(artifact, x) for x in thirds)
-    measured = measure(fit, middle, artifact.ranks[0], 0.0)
+    measured = measure(fit, [middle], artifact.ranks[0], [0.0])
     report = _measure_again(measured, last)
     uniform, best_greedy, lines = [], [], []
     for choice in range(1, measured.bits.shape[1]):
@@ -85,7 +84,7 @@ def speeds(artifact: Artifact, setting: str, slab: KvSlab, threads: int) -> Mapp
     torch.set_num_threads(threads)
     exact = codec_named("q8_0")
     chosen = artifact.setting(setting)
-    twin = KvtcCodec(artifact, chosen, exact, TorchMaps(artifact, torch.device("cpu"), fast_dtype()))
+    twin = KvtcCodec(artifact, chosen, exact, torch_maps(artifact))
     plain = KvtcCodec(artifact, chosen, exact)
     half = convert(slab, KvDtype.F16).tokens(SINK_TOKENS, SINK_TOKENS + CHUNK_TOKENS)
     data = twin.encode(half)
@@ -144,6 +143,7 @@ def _measure_again(measured: Measured, coefficients: F32) -> Measured:
         errors=errors,
         contexts=measured.contexts,
         gains=measured.gains,
+        window_errors=errors[None],
         outside=measured.outside,
         tables=measured.tables,
         rank_k=measured.rank_k,

@@ -6,6 +6,7 @@ errors from others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -35,44 +36,51 @@ class Measured:
     A dead zone and a coarse step shrink a coefficient towards its mean. Least squares wants it so; but attention sums
     over many tokens, where noise averages out and shrinkage does not, so what is decoded is scaled up, half way (by the
     geometric mean) to where it would be right on average: `gains` = sqrt(E[c^2] / E[c decoded c]).
-    `outside`: mean error that no coefficient mends, as the basis lacks it."""
+
+    `window_errors` [n_windows, n, n_steps + 1] are the errors of each window alone, `outside` [n_windows] the mean
+    error in each that no coefficient mends, as the basis lacks it."""
 
     steps: F32
     bits: F64
     errors: F64
     contexts: NDArray[np.intp]
     gains: F64
-    outside: float
+    window_errors: F64
+    outside: F64
     tables: FrequencyTables
     rank_k: int
 
 
-def measure(fit: F32, held_out: F32, rank_k: int, outside: float) -> Measured:
-    """`fit` and `held_out` are coefficients of K (`rank_k` of them) and V [n_tokens, n]."""
+def measure(fit: F32, held_out: Sequence[F32], rank_k: int, outside: Sequence[float]) -> Measured:
+    """`fit` and `held_out`, window by window, are coefficients of K (`rank_k` of them) and V [n_tokens, n]."""
     spread = np.sqrt(np.square(fit).mean(axis=0))
     middle = np.median(spread)
     steps = (middle * 2.0 ** (0.5 * (np.arange(_N_STEPS) - 3))).astype(np.float32)
     contexts, tables = _tables(fit, steps)
     zones = zones_of(tables)
-    n = fit.shape[1]
-    bits, errors, gains = np.zeros((n, _N_STEPS + 1)), np.empty((n, _N_STEPS + 1)), np.ones((n, _N_STEPS + 1))
-    energy = np.square(fit.astype(np.float64)).sum(axis=0)
-    errors[:, 0] = np.square(held_out.astype(np.float64)).mean(axis=0)
+    n, tokens = fit.shape[1], np.asarray([len(x) for x in held_out])
+    bits, gains = np.zeros((n, _N_STEPS + 1)), np.ones((n, _N_STEPS + 1))
+    errors = np.empty((len(held_out), n, _N_STEPS + 1))
+    energy = np.square(fit).sum(axis=0, dtype=np.float64)
+    for w, window in enumerate(held_out):
+        errors[w, :, 0] = np.square(window).mean(axis=0, dtype=np.float64)
+        for i, step in enumerate(steps):
+            q = quantise(window, step, zones.of(contexts[:, i]))
+            errors[w, :, i + 1] = np.square(window - q * step).mean(axis=0)
+            each = code_bits(q, np.broadcast_to(contexts[:, i], q.shape), tables).sum(axis=0)
+            bits[:, i + 1] += each / tokens.sum()
     for i, step in enumerate(steps):
-        own = zones.of(contexts[:, i])
-        q = quantise(held_out, step, own)
-        errors[:, i + 1] = np.square(held_out - q * step).mean(axis=0)
-        kept = (fit.astype(np.float64) * (quantise(fit, step, own) * step)).sum(axis=0)
+        kept = (fit * (quantise(fit, step, zones.of(contexts[:, i])) * step)).sum(axis=0, dtype=np.float64)
         gains[:, i + 1] = np.sqrt(np.clip(energy / np.maximum(kept, 1e-30), 1.0, _MAX_GAIN))
-        bits[:, i + 1] = code_bits(q, np.broadcast_to(contexts[:, i], q.shape), tables).mean(axis=0)
     contexts = np.concatenate([np.zeros((n, 1), dtype=np.intp), contexts], axis=1)
     return Measured(
         steps=steps,
         bits=bits,
-        errors=errors,
+        errors=np.average(errors, axis=0, weights=tokens),
         contexts=contexts,
         gains=gains,
-        outside=outside,
+        window_errors=errors,
+        outside=np.asarray(outside, dtype=np.float64),
         tables=tables,
         rank_k=rank_k,
     )
@@ -100,12 +108,13 @@ def grouped(values: F64) -> F64:
 
 
 def design(measured: Measured, *, name: str, bits_per_token: float, bound_ratio: float) -> Setting:
-    """The setting of least error within `bits_per_token`; a token may err `bound_ratio` times the mean."""
+    """The setting of least error within `bits_per_token`; usual text may err `bound_ratio` times as much as the middle
+    one of the held-out windows does."""
     chosen = allocate(grouped(measured.bits), grouped(measured.errors), bits_per_token)
     each = np.repeat(chosen, GROUP)
     rows = np.arange(len(each))
     steps = np.where(each > 0, measured.steps[np.maximum(each, 1) - 1], 0.0).astype(np.float32)
-    error = measured.errors[rows, each].sum() + measured.outside
+    error = np.median(measured.window_errors[:, rows, each].sum(axis=1) + measured.outside)
     return Setting(
         name=name,
         steps=_by_stream(steps, measured.rank_k),

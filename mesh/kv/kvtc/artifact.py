@@ -25,10 +25,11 @@ from mesh.kv.elements import bf16_bits_to_f32, f32_to_bf16_bits
 from mesh.kv.geometry import KvGeometry
 from mesh.kv.kvtc.rans import N_SYMBOLS, FrequencyTables
 
-MAGIC = b"KVTC0002"
+MAGIC = b"KVTC0003"
 SUFFIX = ".kvtc"
 MAX_RANK = 4096
 MAX_BYTES = 1 << 30
+MAX_BOUND = 1e30
 N_CONTEXTS = 64
 HEAD = 128  # columns of a basis in bf16
 PREDICTED = 1024  # coefficients of V that are predicted of K's, at most
@@ -57,8 +58,8 @@ class Setting:
 
     `steps` f32 [2, R]: quantiser step of each coefficient of K and of V, 0 where it is dropped or there is none.
     `restore` f32 [2, R]: what a level of one stands for when decoded (a little more than the step). `contexts` u8
-    [2, R]: its frequency table. `bound`: the largest weighted squared error that a token may keep; what exceeds it is
-    coded.
+    [2, R]: its frequency table. `bound`: the weighted squared error that a token of usual text has at most,
+    on average over a chunk; see mesh.kv.kvtc.guard for what an encoder makes of it.
     """
 
     name: str
@@ -321,7 +322,7 @@ def _check_values(a: Artifact) -> None:
             raise PayloadCorrupt(f"kvtc artifact: {s.name} restores other coefficients than it keeps")
         if any((s.steps[i, r:] > 0).any() for i, r in enumerate(a.ranks)):
             raise PayloadCorrupt(f"kvtc artifact: {s.name} keeps coefficients that the basis lacks")
-        if (s.contexts >= N_CONTEXTS).any() or not (math.isfinite(s.bound) and s.bound > 0):
+        if (s.contexts >= N_CONTEXTS).any() or not 0 < s.bound <= MAX_BOUND:
             raise PayloadCorrupt(f"kvtc artifact: setting {s.name} is malformed")
     for name, quality in [*((s.name, s.quality) for s in a.settings), *((p.codec, p.quality) for p in a.probed)]:
         figures = [(q.loss_ratio, q.loss_stderr_ratio, q.divergence_ratio, q.coded_ratio) for q in quality]

@@ -1,19 +1,20 @@
 """The codec `kvtc:DIGEST16:SETTING`, of one artifact and one of its settings.
 
-A chunk's token is coded in one of three ways, and the encoder sees to it that none errs by more than the setting's
-bound (a weighted squared error, see mesh.kv.kvtc.transform):
+A chunk's token is coded in one of three ways:
 
 - its kept coefficients, entropy coded;
-- these and, if they leave more than the bound, the excess: what they miss, quantised where it lies (there it has no
-  structure left that a basis would use), by the coarsest step that leaves no more than a good part of the bound: where
-  the basis does not fit, nearly every token is coded so, and then all of them err alike;
+- these and the excess: what they miss, quantised where it lies (there it has no structure left that a basis would
+  use), by the coarsest step that leaves little enough;
 - in q8_0: the sinks (the first 4 positions, to which every later token attends), whoever the caller wants exact, and
   what no step saves.
 
+The encoder guards how far a chunk errs (a weighted squared error, see mesh.kv.kvtc.transform) by what it measures of
+it: see mesh.kv.kvtc.guard. The decoder takes any mixture.
+
 Layout, little-endian: the header `_HEADER`; a bit for each token that is not plain; a byte for each of those (an
 excess step's index, or `_EXACT`); a byte of magnitude for each token with excess; escaped levels (a byte each, then
-i32 for those that a byte does not hold); the coefficients' rANS stream (steps are coefficients, lanes tokens); the
-excess's (8 lanes a token); q8_0.
+i32 for those that a byte does not hold); the coefficients' rANS stream (coefficient by coefficient, 4 lanes a token);
+the excess's (8 lanes a token); q8_0.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from mesh.kv.codec_types import Codec
 from mesh.kv.elements import convert
 from mesh.kv.geometry import KvDtype, KvGeometry
 from mesh.kv.kvtc.artifact import Artifact, Setting
+from mesh.kv.kvtc.guard import EXCESS_RATIO, allowance
 from mesh.kv.kvtc.quantise import (
     ESCAPE,
     code_bits,
@@ -40,7 +42,7 @@ from mesh.kv.kvtc.quantise import (
     symbols_of,
     zones_of,
 )
-from mesh.kv.kvtc.rans import Decoder, FrequencyTables, encode
+from mesh.kv.kvtc.rans import FrequencyTables, decode, encode
 from mesh.kv.kvtc.transform import LinearMaps, NumpyMaps, features_of, slab_of
 from mesh.kv.kvtc.wire import WIDE, Escapes, Reader
 from mesh.kv.slab import KvSlab
@@ -48,12 +50,12 @@ from mesh.kv.slab import KvSlab
 SINK_TOKENS = 4
 WINDOW_TOKENS = 128
 PREFIX = "kvtc:"
-_FORMAT = 2
+_FORMAT = 3
 _HEADER = struct.Struct(
     "<BxHIIII"
 )  # format, tokens, escapes, wide ones among them, bytes of the coefficients, bytes of the excess
 _EXACT = 255
-_AFTER_EXCESS_RATIO = 0.3
+_LANES = 4  # a token: the coefficients'
 _EXCESS_LANES = 8
 _MAGNITUDES_PER_OCTAVE = 8
 _MAGNITUDE_ZERO = 128  # the byte of magnitude 1
@@ -98,9 +100,9 @@ class KvtcCodec:
         self._predict: F32 = artifact.predict[kept[0, : artifact.ranks[0]]][:, kept[1, : artifact.predict.shape[1]]]
         self._zones = zones_of(artifact.tables).of(self._contexts)
         dim = artifact.geometry.head_dim
+        self._mean: F32 = artifact.mean[:, None]
         self._residual = np.repeat(artifact.residual.ravel(), dim)  # of each feature of K, then of V
-        self._after_excess = _AFTER_EXCESS_RATIO * setting.bound
-        white = np.sqrt(12.0 * self._after_excess / len(self._residual))
+        white = np.sqrt(12.0 * EXCESS_RATIO * setting.bound / len(self._residual))
         self._excess_steps = (white * _STEP_RATIOS).astype(np.float32)
 
     def check(self, geometry: KvGeometry) -> None:
@@ -123,13 +125,19 @@ class KvtcCodec:
         modes = np.zeros(n, dtype=np.uint8)
         modes[(positions < SINK_TOKENS) & sinks | (positions >= exact_from)] = _EXACT
         features = features_of(slab, self._geometry)
-        coefficients, energy = self._maps.project(features, self._ranks)
-        coefficients = coefficients[:, self._kept]
+        features -= self._mean
+        weighted = self._maps.weigh(features)
+        coefficients = self._maps.project(weighted, self._ranks)
+        if len(self._kept) < sum(self._ranks):
+            coefficients = coefficients[:, self._kept]
         levels, restored = self._quantise(coefficients)
-        miss = np.square(coefficients - restored).sum(axis=1) - np.square(coefficients).sum(axis=1)
-        errors = np.maximum(energy + miss, 0.0)
-        over = np.flatnonzero((modes == 0) & (errors > self.setting.bound))
-        excess_modes, excess, left = self._excess_of(features[:, over], restored[over])
+        energy = np.einsum("snf,snf->sn", weighted, weighted).sum(axis=0)
+        energy -= np.einsum("nr,nr->n", coefficients, coefficients)
+        coefficients -= restored
+        errors = np.maximum(energy + np.einsum("nr,nr->n", coefficients, coefficients), 0.0)
+        allowed = allowance(errors[modes == 0], self.setting.bound)
+        over = np.flatnonzero((modes == 0) & (errors > allowed.limit))
+        excess_modes, excess, left = self._excess_of(weighted[:, over], restored[over], allowed.after_excess)
         excess_modes[self._bits(levels[over], excess_modes, excess) > self._exact_bits] = _EXACT
         modes[over] = excess_modes
         errors[over] = left
@@ -168,13 +176,14 @@ class KvtcCodec:
             levels = self._read_levels(reader.take(coded_bytes), len(coded), escapes)
             excess = self._read_excess(reader.take(excess_bytes), modes[with_excess], magnitudes, escapes)
             escapes.finish()
-            features = self._reconstruct(self._restored(levels))
+            features = self._maps.reconstruct(self._spread(self._restored(levels)), self._ranks)
             if len(coded) < n_tokens:
                 some = features
                 features = np.zeros((2, n_tokens, some.shape[2]), dtype=np.float32)
                 features[:, coded] = some
             if len(with_excess):
                 features[:, with_excess] += self._maps.unweigh(excess)
+            features += self._mean
             slab = slab_of(features, geometry, start, dtype)
             self._fill_exact(slab, reader, np.flatnonzero(modes == _EXACT))
         except KvIncompatible as exc:
@@ -184,35 +193,48 @@ class KvtcCodec:
 
     def _quantise(self, coefficients: F32) -> tuple[I32, F32]:
         """Levels, and the coefficients that come back."""
-        n_k, rest = self._n_k, coefficients.copy()
+        n_k = self._n_k
+        predicted = slice(n_k, n_k + self._predict.shape[1])
         levels = np.empty(coefficients.shape, dtype=np.int32)
         levels[:, :n_k] = quantise(coefficients[:, :n_k], self._steps[:n_k], self._zones.part(slice(None, n_k)))
-        restored_k = levels[:, :n_k].astype(np.float32) * self._restore[:n_k]
-        rest[:, n_k : n_k + self._predict.shape[1]] -= restored_k @ self._predict
-        levels[:, n_k:] = quantise(rest[:, n_k:], self._steps[n_k:], self._zones.part(slice(n_k, None)))
-        return levels, self._restored(levels)
+        restored_k = levels[:, :n_k] * self._restore[:n_k]
+        told = restored_k @ self._predict
+        rest = coefficients[:, n_k:].copy()
+        rest[:, : told.shape[1]] -= told
+        levels[:, n_k:] = quantise(rest, self._steps[n_k:], self._zones.part(slice(n_k, None)))
+        restored = np.empty(coefficients.shape, dtype=np.float32)
+        restored[:, :n_k] = restored_k
+        np.multiply(levels[:, n_k:], self._restore[n_k:], out=restored[:, n_k:], casting="same_kind")
+        restored[:, predicted] += told
+        return levels, restored
 
     def _restored(self, levels: I32) -> F32:
         """Kept coefficients [n, n_kept]: V's are what K's tell of them, and what was coded."""
         n_k = self._n_k
-        restored: F32 = levels.astype(np.float32) * self._restore
+        restored = np.empty(levels.shape, dtype=np.float32)
+        np.multiply(levels, self._restore, out=restored, casting="same_kind")
         restored[:, n_k : n_k + self._predict.shape[1]] += restored[:, :n_k] @ self._predict
         return restored
 
-    def _reconstruct(self, restored: F32) -> F32:
-        """Features [2, n, F] of kept coefficients [n, n_kept]."""
-        if len(self._kept) < sum(self._ranks):
-            some, restored = restored, np.zeros((len(restored), sum(self._ranks)), dtype=np.float32)
-            restored[:, self._kept] = some
-        return self._maps.reconstruct(restored, self._ranks)
+    def _spread(self, restored: F32) -> F32:
+        """Kept coefficients [n, n_kept] among all of the ranks."""
+        if len(self._kept) == sum(self._ranks):
+            return restored
+        out = np.zeros((len(restored), sum(self._ranks)), dtype=np.float32)
+        out[:, self._kept] = restored
+        return out
 
-    def _excess_of(self, features: F32, restored: F32) -> tuple[NDArray[np.uint8], I32, NDArray[np.float32]]:
+    def _excess_of(
+        self, weighted: F32, restored: F32, allowed: float
+    ) -> tuple[NDArray[np.uint8], I32, NDArray[np.float32]]:
         """Of tokens [2, n, F] whose coefficients are not enough: mode of each, levels of the excess [n, 2F] (levels of
-        those that stay `_EXACT` mean nothing) and the error that is left."""
+        those that stay `_EXACT` mean nothing) and the error that is left, at most `allowed`."""
         n = len(restored)
         modes = np.full(n, _EXACT, dtype=np.uint8)
         errors = np.zeros(n, dtype=np.float32)
-        missing = self._maps.weigh(features - self._reconstruct(restored))
+        if not n:
+            return modes, np.zeros((0, len(self._residual)), dtype=np.int32), errors
+        missing = weighted - self._maps.expand(self._spread(restored), self._ranks)
         rest = np.ascontiguousarray(missing.transpose(1, 0, 2)).reshape(n, len(self._residual))
         levels = np.zeros(rest.shape, dtype=np.int32)
         todo = np.arange(n)
@@ -221,7 +243,7 @@ class KvtcCodec:
                 break
             tried = quantise(rest[todo], step)
             left = np.square(rest[todo] - tried.astype(np.float32) * step).sum(axis=1)
-            good = left <= self._after_excess
+            good = left <= allowed
             modes[todo[good]] = index + 1
             levels[todo[good]] = tried[good]
             errors[todo[good]] = left[good]
@@ -245,15 +267,17 @@ class KvtcCodec:
         escapes: list[I32] = []
         coefficient_bytes = b""
         if len(coded):
-            rows = np.ascontiguousarray(levels[coded].T)
+            rows = np.ascontiguousarray((levels if len(coded) == len(levels) else levels[coded]).T)
             contexts = np.broadcast_to(self._contexts[:, None], rows.shape)
-            coefficient_bytes = _code(rows, contexts, self._artifact.tables, escapes)
+            coefficient_bytes = _code(rows, contexts, _LANES * len(coded), self._artifact.tables, escapes)
         magnitudes, excess_bytes = np.empty(0, dtype=np.uint8), b""
         if len(excess):
             steps = self._excess_steps[modes[(modes > 0) & (modes != _EXACT)] - 1]
             magnitudes = _magnitude_bytes(np.abs(excess).mean(axis=1) * steps)
             contexts = self._excess_contexts(magnitudes, steps)
-            excess_bytes = _code(_to_lanes(excess), _to_lanes(contexts), self._artifact.tables, escapes)
+            excess_bytes = _code(
+                _to_lanes(excess), _to_lanes(contexts), _EXCESS_LANES * len(excess), self._artifact.tables, escapes
+            )
         escaped = np.concatenate(escapes) if escapes else np.empty(0, dtype=np.int32)
         wide = np.abs(escaped) > -WIDE - 1
         return b"".join(
@@ -279,16 +303,13 @@ class KvtcCodec:
     def _read_levels(self, data: memoryview, n_coded: int, escapes: Escapes) -> I32:
         levels = np.empty((len(self._contexts), n_coded), dtype=np.int32)
         if n_coded:
-            decoder = Decoder(data, n_coded, self._artifact.tables)
-            symbols = np.empty(levels.shape, dtype=np.uint8)
-            for row, context in enumerate(self._contexts):
-                symbols[row] = decoder.step(context)
-            decoder.finish()
+            contexts = np.repeat(self._contexts, n_coded)
+            symbols = decode(data, contexts, _LANES * n_coded, self._artifact.tables).reshape(levels.shape)
             levels = levels_of(symbols)
             escapes.fill(levels, symbols)
         elif len(data):
             raise PayloadCorrupt("coefficients of no token")
-        return levels.T
+        return np.ascontiguousarray(levels.T)
 
     def _read_excess(
         self, data: memoryview, modes: NDArray[np.uint8], magnitudes: NDArray[np.uint8], escapes: Escapes
@@ -301,9 +322,7 @@ class KvtcCodec:
             return np.empty((2, 0, width // 2), dtype=np.float32)
         steps = self._excess_steps[modes - 1]
         contexts = _to_lanes(self._excess_contexts(magnitudes, steps))
-        decoder = Decoder(data, n * _EXCESS_LANES, self._artifact.tables)
-        symbols = np.stack([decoder.step(row) for row in contexts])
-        decoder.finish()
+        symbols = decode(data, contexts.ravel(), n * _EXCESS_LANES, self._artifact.tables).reshape(contexts.shape)
         levels = levels_of(symbols)
         escapes.fill(levels, symbols)
         values = _from_lanes(levels, n).astype(np.float32) * steps[:, None]
@@ -325,10 +344,10 @@ def _length(kept: NDArray[np.bool_]) -> int:
     return int(np.flatnonzero(kept)[-1]) + 1 if kept.any() else 0
 
 
-def _code(levels: I32, contexts: NDArray[np.intp], tables: FrequencyTables, escapes: list[I32]) -> bytes:
+def _code(levels: I32, contexts: NDArray[np.intp], n_lanes: int, tables: FrequencyTables, escapes: list[I32]) -> bytes:
     symbols = escape_what_has_no_frequency(symbols_of(levels), contexts, tables)
     escapes.append(levels[symbols == ESCAPE])
-    return encode(symbols, contexts, tables)
+    return encode(symbols.ravel(), contexts.ravel(), n_lanes, tables)
 
 
 def _to_lanes(values: NDArray[_Number]) -> NDArray[_Number]:

@@ -2,8 +2,8 @@
 
 Each lane is a coder of its own with a 32-bit state (Duda, arXiv 1311.2540; renormalised by 16-bit words, so at most
 one word a symbol); a step codes one symbol in every lane as whole-array work. Lanes share one stream: what a step
-needs is read in lane order. The encoder runs through the steps backwards and so must know all symbols and contexts;
-the decoder runs forwards and may derive a step's contexts from what it has decoded.
+needs is read in lane order. The encoder runs through the steps backwards, the decoder forwards. More lanes are faster
+(a step costs the same dozen calls) and cost two bytes each.
 
 Frequencies are static, given by context, and add up to 2**12. The final states are written in front of the words; the
 decoder must arrive at the state that every lane started from with all words used, else the bytes were not these.
@@ -21,7 +21,10 @@ N_SYMBOLS = 256
 _ONE = 1 << PROB_BITS
 _LOW = np.uint32(1 << 16)
 _WORD_BITS = np.uint32(16)
-_WORD_MASK = np.uint32(0xFFFF)
+_PROB_BITS = np.uint32(PROB_BITS)
+_SLOT_MASK = np.uint32(_ONE - 1)
+_FREQUENCY_SHIFT = np.uint32(8)
+_BIAS_SHIFT = np.uint32(20)
 
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
@@ -61,57 +64,67 @@ def normalise(counts: NDArray[np.float64]) -> NDArray[np.uint16]:
     return f.astype(np.uint16)
 
 
-def encode(symbols: U8, contexts: NDArray[np.intp], tables: FrequencyTables) -> bytes:
-    """`symbols` and their `contexts`, both [n_steps, n_lanes], as bytes. Every symbol needs a frequency."""
-    n_steps, n_lanes = symbols.shape
-    f = tables.frequencies[contexts, symbols]
+def encode(symbols: U8, contexts: NDArray[np.integer], n_lanes: int, tables: FrequencyTables) -> bytes:
+    """`symbols` and their `contexts`, both [n], dealt to the lanes in turn, as bytes. Every symbol needs a
+    frequency. The last step may leave the last lanes without work."""
+    which = contexts.astype(np.int64) * N_SYMBOLS + symbols
+    f = tables.frequencies.ravel().take(which)
     assert f.all(), "a symbol without a frequency must be escaped"
     limit = f << np.uint32(32 - PROB_BITS)  # a state from here on would overflow: shift a word out first
-    start = tables.starts[contexts, symbols]
+    start = tables.starts.ravel().take(which)
     state: U32 = np.full(n_lanes, _LOW, dtype=np.uint32)
+    quotient = np.empty(n_lanes, dtype=np.uint32)
     words: list[NDArray[np.uint16]] = []
-    for t in range(n_steps - 1, -1, -1):
-        full = state >= limit[t]
-        words.append((state[full] & _WORD_MASK).astype("<u2"))
-        state = np.where(full, state >> _WORD_BITS, state)
-        quotient = state // f[t]
-        state = (quotient << np.uint32(PROB_BITS)) + (state - quotient * f[t]) + start[t]
+    for at in range((len(symbols) - 1) // n_lanes * n_lanes, -1, -n_lanes):
+        now = f[at : at + n_lanes]
+        some, q = state[: len(now)], quotient[: len(now)]
+        full = np.flatnonzero(some >= limit[at : at + n_lanes])
+        if len(full):
+            old = some.take(full)
+            words.append(old.astype("<u2"))
+            some[full] = old >> _WORD_BITS
+        np.floor_divide(some, now, out=q)  # state: quotient << PROB_BITS plus what is left, plus start
+        now *= q
+        some -= now
+        some += start[at : at + n_lanes]
+        q <<= _PROB_BITS
+        some += q
     words.append(state.astype("<u4").view("<u2"))
     return b"".join(part.tobytes() for part in reversed(words))
 
 
-class Decoder:
-    """Takes the lanes' symbols back, one step a call, in the order of the steps."""
-
-    def __init__(self, data: bytes | memoryview, n_lanes: int, tables: FrequencyTables) -> None:
-        """Raises PayloadCorrupt if `data` cannot hold the states."""
-        if len(data) < 4 * n_lanes or len(data) % 2:
-            raise PayloadCorrupt(f"{len(data)} bytes cannot hold {n_lanes} lanes")
-        self._state: U32 = np.frombuffer(data, dtype="<u4", count=n_lanes).astype(np.uint32)
-        self._words = np.frombuffer(data, dtype="<u2", offset=4 * n_lanes).astype(np.uint32)
-        self._at = 0
-        self._lookup = tables.lookup
-        if (self._state < _LOW).any():
-            raise PayloadCorrupt("a lane's state is out of range")
-
-    def step(self, contexts: NDArray[np.intp] | np.intp) -> U8:
-        """The next symbol of every lane under its context, or one for all. Raises PayloadCorrupt if words run out."""
-        state = self._state
-        entry = self._lookup[(contexts << PROB_BITS) + (state & np.uint32(_ONE - 1))]
-        state = ((entry >> np.uint32(8)) & np.uint32(_ONE - 1)) * (state >> np.uint32(PROB_BITS)) + (
-            entry >> np.uint32(20)
-        )
-        empty = np.flatnonzero(state < _LOW)
+def decode(data: bytes | memoryview, contexts: NDArray[np.integer], n_lanes: int, tables: FrequencyTables) -> U8:
+    """The symbols [n] that `encode` was given with these contexts. Raises PayloadCorrupt unless `data` are such bytes,
+    all of them."""
+    if len(data) < 4 * n_lanes or len(data) % 2:
+        raise PayloadCorrupt(f"{len(data)} bytes cannot hold {n_lanes} lanes")
+    state: U32 = np.frombuffer(data, dtype="<u4", count=n_lanes).astype(np.uint32)
+    words = np.frombuffer(data, dtype="<u2", offset=4 * n_lanes).astype(np.uint32)
+    if (state < _LOW).any():
+        raise PayloadCorrupt("a lane's state is out of range")
+    used = 0
+    base = contexts.astype(np.int64) << PROB_BITS
+    entries = np.empty(len(contexts), dtype=np.uint32)  # of `lookup`
+    scratch = np.empty(n_lanes, dtype=np.uint32)
+    for at in range(0, len(contexts), n_lanes):
+        slot, entry = base[at : at + n_lanes], entries[at : at + n_lanes]
+        some, factor = state[: len(slot)], scratch[: len(slot)]
+        np.bitwise_and(some, _SLOT_MASK, out=factor)
+        slot += factor
+        tables.lookup.take(slot, out=entry, mode="clip")  # in range: "clip" only spares a copy
+        np.right_shift(entry, _FREQUENCY_SHIFT, out=factor)
+        factor &= _SLOT_MASK
+        some >>= _PROB_BITS
+        some *= factor
+        np.right_shift(entry, _BIAS_SHIFT, out=factor)
+        some += factor
+        empty = np.flatnonzero(some < _LOW)
         if n := len(empty):
-            word = self._words[self._at : self._at + n]
+            word = words[used : used + n]
             if len(word) < n:
                 raise PayloadCorrupt("entropy-coded bytes end early")
-            state[empty] = state[empty] << _WORD_BITS | word
-            self._at += n
-        self._state = state
-        return (entry & np.uint32(0xFF)).astype(np.uint8)
-
-    def finish(self) -> None:
-        """Raise PayloadCorrupt unless all was read and every lane is back where it began."""
-        if self._at != len(self._words) or (self._state != _LOW).any():
-            raise PayloadCorrupt("entropy-coded bytes do not end where they should")
+            some[empty] = some.take(empty) << _WORD_BITS | word
+            used += n
+    if used != len(words) or (state != _LOW).any():
+        raise PayloadCorrupt("entropy-coded bytes do not end where they should")
+    return entries.astype(np.uint8)  # the low bits

@@ -8,7 +8,7 @@ error is what the model's output feels of it to second order; the basis is ortho
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from mesh.model.architectures import RopePairs, architecture_facts
 from mesh.model.rope_scaling import inverse_frequencies
 
 F32 = NDArray[np.float32]
+_F16_LIMIT = 65520.0  # what rounds to infinity from here on
 
 
 def features_of(slab: KvSlab, geometry: KvGeometry) -> F32:
@@ -29,7 +30,8 @@ def features_of(slab: KvSlab, geometry: KvGeometry) -> F32:
     out = np.empty((2, slab.n_tokens, n_features(geometry)), dtype=np.float32)
     shape = (slab.n_tokens, geometry.n_layers, geometry.n_kv_heads, geometry.head_dim)
     for part, target in zip((slab.k, slab.v), out, strict=True):
-        target.reshape(shape)[...] = to_f32(part, slab.dtype).transpose(1, 0, 2, 3)
+        values = to_f32(part, slab.dtype) if slab.dtype is KvDtype.BF16 else part  # others convert as they are copied
+        target.reshape(shape)[...] = values.transpose(1, 0, 2, 3)
     if not np.isfinite(out).all():
         raise KvIncompatible("KV values are not finite")
     _rotate(out[0].reshape(shape), geometry, slab.start, -1.0)
@@ -41,50 +43,69 @@ def slab_of(features: F32, geometry: KvGeometry, start: int, dtype: KvDtype) -> 
     n_tokens = features.shape[1]
     shape = (n_tokens, geometry.n_layers, geometry.n_kv_heads, geometry.head_dim)
     _rotate(features[0].reshape(shape), geometry, start, 1.0)
-    k, v = (np.ascontiguousarray(from_f32(part.reshape(shape), dtype).transpose(1, 0, 2, 3)) for part in features)
+    k, v = (_by_layer(part.reshape(shape), dtype) for part in features)
     return KvSlab(start=start, dtype=dtype, k=k, v=v)
+
+
+def _by_layer(values: F32, dtype: KvDtype) -> NDArray[Any]:
+    """[n_tokens, n_layers, ...] in `dtype`, layers first. Raises KvIncompatible if a value does not fit."""
+    layers_first = values.transpose(1, 0, 2, 3)
+    if dtype is not KvDtype.F16:
+        return np.ascontiguousarray(from_f32(layers_first, dtype))
+    if not (values.min(initial=0.0) > -_F16_LIMIT and values.max(initial=0.0) < _F16_LIMIT):
+        raise KvIncompatible("KV values are not finite or do not fit f16; use a codec that keeps their range")
+    out = np.empty(layers_first.shape, dtype=np.float16)
+    out[...] = layers_first  # converted as they are copied
+    return out
 
 
 def _rotate(k: F32, geometry: KvGeometry, start: int, sign: float) -> None:
     """Rotate [n_tokens, n_layers, n_kv_heads, head_dim] in place, in the architecture's pairs, by sign * position."""
     frequencies = inverse_frequencies(geometry.head_dim, geometry.rope_base, geometry.rope_scaling)
     angles = np.arange(start, start + len(k), dtype=np.float64)[:, None] * (sign * frequencies)
-    turn = (np.cos(angles) + 1j * np.sin(angles)).astype(np.complex64)[:, None, None, :]
+    cos, sin = (f(angles).astype(np.float32)[:, None, None, :] for f in (np.cos, np.sin))
     if architecture_facts(geometry.architecture).pairs is RopePairs.ADJACENT:
-        pairs = k.view(np.complex64)
-        pairs *= turn
-        return
-    half = geometry.head_dim // 2
-    turned = (k[..., :half] + 1j * k[..., half:]) * turn
-    k[..., :half], k[..., half:] = turned.real, turned.imag
+        a, b = k[..., 0::2], k[..., 1::2]
+    else:
+        half = geometry.head_dim // 2
+        a, b = k[..., :half], k[..., half:]
+    turned = a * sin
+    a *= cos
+    a -= b * sin
+    b *= cos
+    b += turned
 
 
 class LinearMaps(Protocol):
-    """The products of one artifact. Coefficients [n_tokens, sum(ranks)] are the first `ranks` of K, then of V."""
-
-    def project(self, features: F32, ranks: tuple[int, int]) -> tuple[F32, F32]:
-        """Coefficients, and the weighted energy of each token [n_tokens] (of its distance to the mean)."""
-        ...
-
-    def reconstruct(self, coefficients: F32, ranks: tuple[int, int]) -> F32:
-        """Features [2, n_tokens, F]."""
-        ...
+    """The products of one artifact. Features [2, n_tokens, F] are distances to the mean here; coefficients
+    [n_tokens, sum(ranks)] are the first `ranks` of K, then of V."""
 
     def weigh(self, features: F32) -> F32:
-        """Differences of features [2, n_tokens, F], weighted."""
+        """Weighted features."""
         ...
 
     def unweigh(self, weighted: F32) -> F32:
         """The inverse of `weigh`."""
         ...
 
+    def project(self, weighted: F32, ranks: tuple[int, int]) -> F32:
+        """Coefficients of weighted features."""
+        ...
+
+    def expand(self, coefficients: F32, ranks: tuple[int, int]) -> F32:
+        """Weighted features of coefficients."""
+        ...
+
+    def reconstruct(self, coefficients: F32, ranks: tuple[int, int]) -> F32:
+        """Features of coefficients: `expand` and `unweigh` in one product."""
+        ...
+
 
 class NumpyMaps:
-    """LinearMaps in numpy. Its matrices serve all settings and are made when first used: whoever only receives has no
-    need of those for sending. Safe from any thread."""
+    """LinearMaps in numpy. The matrix for receiving serves all settings and is made when first used. Safe from any
+    thread."""
 
     def __init__(self, artifact: Artifact) -> None:
-        self._mean = artifact.mean
         self._basis = artifact.basis
         self._weights = artifact.weights
 
@@ -93,33 +114,35 @@ class NumpyMaps:
         return np.linalg.inv(self._weights.astype(np.float64)).astype(np.float32)
 
     @functools.cached_property
-    def _forward(self) -> tuple[F32, ...]:
-        return tuple(_each_block(w, basis) for w, basis in zip(self._weights, self._basis, strict=True))
-
-    @functools.cached_property
     def _backward(self) -> tuple[F32, ...]:
         maps = (_each_block(w, basis) for w, basis in zip(self._inverse, self._basis, strict=True))
         return tuple(np.ascontiguousarray(m.T) for m in maps)
-
-    def project(self, features: F32, ranks: tuple[int, int]) -> tuple[F32, F32]:
-        centred = features - self._mean[:, None]
-        coefficients = np.concatenate([centred[s] @ self._forward[s][:, :r] for s, r in enumerate(ranks)], axis=1)
-        weighted = self.weigh(centred)
-        energy = np.einsum("snf,snf->n", weighted, weighted)
-        return coefficients, energy
-
-    def reconstruct(self, coefficients: F32, ranks: tuple[int, int]) -> F32:
-        out = np.empty((2, len(coefficients), self._mean.shape[1]), dtype=np.float32)
-        for s, part in enumerate(np.split(coefficients, ranks[:1], axis=1)):
-            np.matmul(part, self._backward[s][: ranks[s]], out=out[s])
-            out[s] += self._mean[s]
-        return out
 
     def weigh(self, features: F32) -> F32:
         return blockwise(features, self._weights)
 
     def unweigh(self, weighted: F32) -> F32:
         return blockwise(weighted, self._inverse)
+
+    def project(self, weighted: F32, ranks: tuple[int, int]) -> F32:
+        out = np.empty((weighted.shape[1], sum(ranks)), dtype=np.float32)
+        for s, part in enumerate(np.split(out, ranks[:1], axis=1)):
+            np.matmul(weighted[s], self._basis[s][:, : ranks[s]], out=part)
+        return out
+
+    def expand(self, coefficients: F32, ranks: tuple[int, int]) -> F32:
+        return _products(coefficients, ranks, tuple(basis.T for basis in self._basis))
+
+    def reconstruct(self, coefficients: F32, ranks: tuple[int, int]) -> F32:
+        return _products(coefficients, ranks, self._backward)
+
+
+def _products(coefficients: F32, ranks: tuple[int, int], maps: tuple[F32, ...]) -> F32:
+    """[2, n, F] of [n, sum(ranks)] and, for K and V, [R, F]."""
+    out = np.empty((2, len(coefficients), maps[0].shape[1]), dtype=np.float32)
+    for s, part in enumerate(np.split(coefficients, ranks[:1], axis=1)):
+        np.matmul(part, maps[s][: ranks[s]], out=out[s])
+    return out
 
 
 def _each_block(matrices: F32, basis: F32) -> F32:
@@ -131,7 +154,8 @@ def _each_block(matrices: F32, basis: F32) -> F32:
 
 def blockwise(features: F32, matrices: F32) -> F32:
     """[2, n_tokens, F] times symmetric `matrices` [2, B, head_dim, head_dim], each block by its own."""
-    _, n_tokens, n = features.shape
     blocks, dim = matrices.shape[1:3]
-    parts = features.reshape(2, n_tokens, blocks, dim).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(np.matmul(parts, matrices).transpose(0, 2, 1, 3)).reshape(2, n_tokens, n)
+    out = np.empty_like(features)
+    parts, targets = (x.reshape(*x.shape[:2], blocks, dim).transpose(0, 2, 1, 3) for x in (features, out))
+    np.matmul(parts, matrices, out=targets)
+    return out

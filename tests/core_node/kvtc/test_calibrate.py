@@ -179,4 +179,4 @@ def test_the_command_writes_an_artifact_and_shows_it(model: ModelDescription, tm
     assert read_artifact(out).settings
     shown = runner.invoke(app, ["kvtc", "show", str(out)])
     assert shown.exit_code == 0
-    assert "16x" in shown.output
+    assert "24x" in shown.output

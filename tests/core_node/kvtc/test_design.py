@@ -15,14 +15,14 @@ def measured() -> Measured:
     rng = np.random.default_rng(0)
     spread = np.concatenate([2.0 ** -(np.arange(RANK) / 4), 0.3 * 2.0 ** -(np.arange(RANK) / 8)])
     fit, held_out = (rng.laplace(scale=spread, size=(1500, 2 * RANK)).astype(np.float32) for _ in range(2))
-    return measure(fit, held_out, RANK, 0.01)
+    return measure(fit, [held_out], RANK, [0.01])
 
 
 @pytest.mark.parametrize("bits", [15.0, 40.0, 90.0])
 def test_is_no_worse_than_any_uniform_step_of_the_same_rate(bits: float) -> None:
     m = measured()
     s = design(m, name="x", bits_per_token=bits, bound_ratio=1.0)
-    error = s.bound - m.outside
+    error = s.bound - m.outside[0]
     for i in range(m.bits.shape[1]):
         if m.bits[:, i].sum() <= 0.99 * bits:
             assert error <= m.errors[:, i].sum()
