@@ -74,7 +74,11 @@ class EngineBench:
             vllm_eager=bool(context.settings["vllm_eager"]),
         )
         engines = chosen(bench, context.text("ours"), context.text("peers"))
-        record = Record.open(_path(context.text("record")), _work(context, model))
+        record = Record.open(
+            _path(context.text("record")),
+            _work(context, model),
+            tolerance_ratio=context.number("probe_tolerance_ratio"),
+        )
         async with ended_by_sigterm(), _folder() as folder:
             timeout_s = context.number("work_timeout_s")
             processes = [EngineProcess(e, folder, work_timeout_s=timeout_s) for e in engines if not e.missing]

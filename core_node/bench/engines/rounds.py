@@ -1,6 +1,6 @@
-"""The rounds: every case on every engine in turn, interleaved, with the machine's speed probed before and after each
-turn. A part (one case on all engines) in which it moved is measured again. An engine that fails is reported, and the
-others go on without it."""
+"""The rounds: every case on every engine in turn, in an order drawn anew each time, with the machine's speed probed
+before and after each turn. A part (one case on all engines) is measured again until each of our engines compares often
+enough with each peer. An engine that fails is reported, and the others go on without it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from core_node.bench.engines.fleet import EngineProcess
-from core_node.bench.engines.probe import Speed, moved_ratio, probe
+from core_node.bench.engines.probe import Speed, probe
 from core_node.bench.engines.record import Part, Record
 from core_node.bench.engines.work import (
     PROMPT_TOKENS,
@@ -48,6 +48,7 @@ class Rounds:
         self._rounds = context.count("rounds")
         self._started_s = time.monotonic()
         self._failed_at: set[tuple[str, str]] = set()  # (engine, case)
+        self._out: set[str] = set()  # engines that did not start
         self._checked: dict[str, tuple[int, ...]] = {}  # what each continued the check's prompt with
 
     async def run(self) -> None:
@@ -72,12 +73,25 @@ class Rounds:
                 notes.append(f"{name}: {same} of {len(ours)} greedy tokens of a known prompt are those of kvmesh")
         if rate := self._record.work.get(RATE):
             notes.append(f"open loop: {rate:.3g} requests/s")
-        parts = len(self._record.parts)
-        tolerance = self._context.number("probe_tolerance_ratio")
+        notes += self._comparisons()
+        return notes
+
+    def _comparisons(self) -> list[str]:
+        """Of how many parts the ratios are, and how far they spread."""
+        record, notes = self._record, []
+        for case in dict.fromkeys(p.case for p in record.parts):
+            for ours, peer in self._pairs():
+                counted, parts = record.comparisons(ours, peer, case), record.attempts(case)
+                notes.append(f"{case}: {ours} and {peer} compare in {counted} of {parts} parts")
         notes.append(
-            f"{self._record.dropped} of {parts} parts dropped: the machine's speed moved by more than {tolerance:.0%}"
+            f"they do where the machine's speed moved by at most {record.tolerance_ratio:.0%} around their turns"
         )
         return notes
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Each of our engines with each peer of its kind."""
+        engines = [p.engine for p in self._processes]
+        return [(a.name, b.name) for a in engines if a.ours for b in engines if not b.ours and a.kind is b.kind]
 
     def _cases(self, rate_per_s: float) -> list[Case]:
         context = self._context
@@ -108,6 +122,7 @@ class Rounds:
             await process.work(at_once(prompts(self._rng("warm up"), self._vocab_size, 2, PROMPT_TOKENS), 4))
         except MeshError as exc:
             self.problems[process.engine.name] = str(exc)
+            self._out.add(process.engine.name)
             await process.stop()
             return
         if check.ids is not None:
@@ -134,40 +149,44 @@ class Rounds:
                 budget_s = self._context.number("budget_s")
                 if 0 < budget_s < time.monotonic() - self._started_s or not any(p.running for p in self._processes):
                     return
-                done = sum(min(self._rounds, len(self._record.kept(c.name))) for c in cases)
+                done = sum(min(self._rounds, self._counted(c)) for c in cases)
                 self._record.add(await self._part(case, done, self._rounds * len(cases)))
 
     def _left(self, case: Case) -> bool:
         """Whether a case is to be measured again."""
-        if len(self._record.kept(case.name)) >= self._rounds:
-            return False
-        return self._record.attempts(case.name) < self._rounds * (1 + _DROPPED_RATIO)
+        return self._counted(case) < self._rounds and self._record.attempts(case.name) < self._rounds * (
+            1 + _DROPPED_RATIO
+        )
+
+    def _counted(self, case: Case) -> int:
+        """How often a case was measured so that it counts for every engine and comparison that can be had."""
+        record, name = self._record, case.name
+        out = self._out | {engine for engine, at in self._failed_at if at == name}
+        turns = [record.turns(p.engine.name, name) for p in self._processes if p.engine.name not in out]
+        pairs = [record.comparisons(a, b, name) for a, b in self._pairs() if a not in out and b not in out]
+        return min([*turns, *pairs], default=0)
 
     async def _part(self, case: Case, done: int, total: int) -> Part:
         attempt = self._record.attempts(case.name)
-        works = case.works(self._rng(case.name, attempt), self._vocab_size)
+        rng = self._rng(case.name, attempt)
+        works = case.works(rng, self._vocab_size)
         threads = self._context.count("threads")
-        speeds: list[Speed] = [await asyncio.to_thread(probe, threads)]
+        before = await asyncio.to_thread(probe, threads)
         values: dict[str, Rows] = {}
-        for process in self._processes:
+        speeds: dict[str, list[list[float]]] = {}
+        for process in rng.sample(self._processes, len(self._processes)):
             name = process.engine.name
             if (name, case.name) in self._failed_at or not process.running:
                 continue
             self._context.progress(done, total, f"{case.name}, try {attempt + 1}: {name}")
             answers = await self._turn(process, case.name, works)
+            after = await asyncio.to_thread(probe, threads)
             if answers:
                 values[name] = case.rows(works, answers)
-            speeds.append(await asyncio.to_thread(probe, threads))
-        moved = moved_ratio(speeds)
-        kept = moved <= self._context.number("probe_tolerance_ratio")
-        return Part(
-            case=case.name,
-            attempt=attempt,
-            moved_ratio=round(moved, 3),
-            kept=kept,
-            values=values,
-            said={p.engine.name: p.said for p in self._processes if p.engine.name in values},
-        )
+                speeds[name] = [_plain(before), _plain(after)]
+            before = after
+        said = {p.engine.name: p.said for p in self._processes if p.engine.name in values}
+        return Part(case=case.name, attempt=attempt, values=values, speeds=speeds, said=said)
 
     async def _turn(self, process: EngineProcess, case: str, works: Sequence[Work]) -> list[Answer]:
         """The exchanges of one engine; none if it failed. Then it is started afresh, and this case is not given to it
@@ -187,3 +206,7 @@ class Rounds:
 
     def _rng(self, *what: object) -> random.Random:
         return random.Random("/".join(map(str, (self._context.count("seed"), *what))))
+
+
+def _plain(speed: Speed) -> list[float]:
+    return [speed.flop_per_s, speed.read_bytes_per_s]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,14 @@ import pytest
 from core_node.bench.engines.record import Part, Record
 from mesh.errors import InvalidRequest
 
+CALM = ((1.0, 1.0), (1.0, 1.0))
+FAST = ((2.0, 1.0), (2.0, 1.0))
+MOVING = ((1.0, 1.0), (1.0, 0.8))
 
-def part(attempt: int, *, kept: bool = True, **outputs: float) -> Part:
+
+def part(attempt: int, *, speeds: Mapping[str, Sequence[Sequence[float]]] | None = None, **outputs: float) -> Part:
     values = {engine: {"row": {"output": value}} for engine, value in outputs.items()}
-    return Part(case="case", attempt=attempt, moved_ratio=0.1, kept=kept, values=values)
+    return Part(case="case", attempt=attempt, speeds={**dict.fromkeys(outputs, CALM), **(speeds or {})}, values=values)
 
 
 def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -20,11 +25,11 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
     record = Record.open(path, {"seed": 1})
     record.settle("rate", 2.5)
     record.add(part(0, a=1.0))
-    record.add(part(1, kept=False, a=9.0))
+    record.add(part(1, speeds={"a": MOVING}, a=9.0))
     again = Record.open(path, {"seed": 1})
-    assert again.parts == record.parts
+    assert [p.values for p in again.parts] == [p.values for p in record.parts]
     assert again.work == {"seed": 1, "rate": 2.5}
-    assert (again.attempts("case"), len(again.kept("case")), again.dropped) == (2, 1, 1)
+    assert (again.attempts("case"), again.turns("a", "case")) == (2, 1)
     again.add(part(2, a=3.0))
     assert Record.open(path, {"seed": 1}).samples("a", "row", "output") == [1.0, 3.0]
 
@@ -45,15 +50,23 @@ def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
         Record.open(path, {"seed": 1})
 
 
-def test_ratios_are_taken_within_a_part_and_dropped_parts_do_not_count() -> None:
+def test_ratios_are_taken_within_a_part_where_both_turns_saw_the_same_machine() -> None:
     record = Record.open(None, {})
     record.add(part(0, a=10.0, b=5.0))
     record.add(part(1, a=3.0, b=1.0))
-    record.add(part(2, kept=False, a=1.0, b=100.0))
-    record.add(part(3, a=8.0, b=8.0))
+    record.add(part(2, speeds={"b": MOVING}, a=1.0, b=100.0))
+    record.add(part(3, speeds={"c": MOVING}, a=8.0, b=8.0, c=1.0))  # what it did while c ran is nothing to a and b
     record.add(part(4, a=7.0))  # b failed
+    record.add(part(5, speeds={"b": FAST}, a=6.0, b=60.0))  # calm around each, but not equally fast
+    assert record.ratios("a", "b", "row", "output") == [2.0, 3.0, 1.0]
     assert record.ratio("a", "b", "row", "output") == 2.0
-    assert record.median("a", "row", "output") == 7.5
-    assert record.median("b", "row", "output") == 5.0
-    assert record.ratio("a", "c", "row", "output") is None
-    assert record.median("c", "row", "output") is None
+    assert record.comparisons("a", "b", "case") == 3
+    assert record.samples("a", "row", "output") == [10.0, 3.0, 1.0, 8.0, 7.0, 6.0]
+    assert record.median("b", "row", "output") == 6.5
+    assert (record.ratio("a", "c", "row", "output"), record.median("c", "row", "output")) == (None, None)
+
+
+def test_the_tolerance_is_a_setting() -> None:
+    record = Record.open(None, {}, tolerance_ratio=1.0)
+    record.add(part(0, speeds={"b": FAST}, a=6.0, b=60.0))
+    assert record.ratio("a", "b", "row", "output") == 0.1
