@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from core_node.bench.engines.probe import Speed, limits, probe
+from core_node.bench.engines.probe import Speed, limits
 from core_node.engine.core import EngineCore
 from core_node.engine.kernel_step import KernelStep
 from core_node.engine.loading import load_engine
@@ -109,7 +109,7 @@ def _run(context: BenchContext) -> BenchResult:
     for done, work in enumerate((*_BATCHES, 0)):
         context.progress(done, len(_BATCHES) + 1, "kinds of steps")
         profiles.append(_decode(core, step_model, work) if work else _prefill(core, step_model))
-        speeds.append(probe(threads))
+        speeds.append(limits(threads))
     speed = Speed(
         flop_per_s=max(s.flop_per_s for s in speeds), read_bytes_per_s=max(s.read_bytes_per_s for s in speeds)
     )

@@ -5,9 +5,12 @@ enough with each peer. An engine that fails is reported, and the others go on wi
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from core_node.bench.engines.fleet import EngineProcess
 from core_node.bench.engines.probe import Speed, probe
@@ -77,14 +80,20 @@ class Rounds:
         return notes
 
     def _comparisons(self) -> list[str]:
-        """Of how many parts the ratios are, and how far they spread."""
+        """How many parts the ratios are of, and what they would be of all parts, on a machine that moved or not."""
         record, notes = self._record, []
-        for case in dict.fromkeys(p.case for p in record.parts):
+        anyhow = replace(record, tolerance_ratio=math.inf)
+        for row in record.rows():
             for ours, peer in self._pairs():
-                counted, parts = record.comparisons(ours, peer, case), record.attempts(case)
-                notes.append(f"{case}: {ours} and {peer} compare in {counted} of {parts} parts")
+                ratios = anyhow.ratios(ours, peer, row, "output_tokens_per_s")
+                if ratios:
+                    counted = len(record.ratios(ours, peer, row, "output_tokens_per_s"))
+                    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                    parts = f"over all {len(ratios)} parts, of which {counted} count"
+                    notes.append(f"{row}: {ours} to {peer} {spread} in output tokens/s {parts}")
         notes.append(
-            f"they do where the machine's speed moved by at most {record.tolerance_ratio:.0%} around their turns"
+            f"a part counts for two engines if the machine's speed moved by at most {record.tolerance_ratio:.0%} "
+            "around their turns"
         )
         return notes
 

@@ -92,11 +92,13 @@ class Burst:
 
     def rows(self, works: Sequence[Work], answers: Sequence[Answer]) -> Rows:
         first, whole = answers
-        decoding_s = max(whole.wall_s - first.wall_s, 1e-9)
+        decoding_s = whole.wall_s - first.wall_s
+        # Negative where the machine was slow during the first only: such a difference says nothing.
+        decode = {"decode_tokens_per_s": self.n * (OUTPUT_TOKENS - 1) / decoding_s} if decoding_s > 0 else {}
         return {
             self.name: {
                 "prefill_tokens_per_s": self.n * PROMPT_TOKENS / first.wall_s,
-                "decode_tokens_per_s": self.n * (OUTPUT_TOKENS - 1) / decoding_s,
+                **decode,
                 **stream_values(works[1], whole),
             }
         }

@@ -103,7 +103,8 @@ async def test_a_part_in_which_two_engines_do_not_compare_is_measured_again(spee
     await run.run()
     assert [p.case for p in record.parts] == ["1 at once", "open loop", "1 at once"]
     assert record.parts[0].moved_ratio("kvmesh", "peer") == 0.25
-    assert "1 at once: kvmesh and peer compare in 1 of 2 parts" in run.notes()
+    said = "1 at once: kvmesh to peer 2.00 (2.00 to 2.00) in output tokens/s over all 2 parts, of which 1 count"
+    assert said in run.notes()
 
 
 async def test_the_order_of_engines_is_drawn_anew(speeds: list[float]) -> None:
