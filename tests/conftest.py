@@ -21,3 +21,11 @@ def wikitext() -> str:
     if not path.is_file():
         pytest.skip(f"no {path.name} in ../shared/data beside this clone")
     return path.read_text(encoding="utf-8")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for pytest-xdist's loadgroup: tests that start processes or load a model are never beside one another,
+    others stay together by file."""
+    for item in items:
+        heavy = any(item.get_closest_marker(mark) for mark in ("model", "consul", "e2e", "soak"))
+        item.add_marker(pytest.mark.xdist_group("heavy" if heavy else str(item.path)))
