@@ -240,7 +240,7 @@ def _say_what_next(options: argparse.Namespace, manifest: dict[str, Any], target
     if manifest["model"]:
         model = options.prefix / "current" / "model" / Path(manifest["model"]["path"]).name
         print(f"model:     {manifest['model']['model_id']} in {model}")
-    print("next:      join the mesh with the token that its admin gave you, as the site operator's guide says:")
+    print("next:      join the mesh with what its admin gave you, as the site operator's guide says:")
     print(f"           {options.prefix / 'current' / 'docs' / 'site-operator.md'}")
 
 
