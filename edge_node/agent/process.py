@@ -16,6 +16,7 @@ from dataclasses import asdict
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
+from edge_node.agent.kvtc_artifacts import FOLDER, ArtifactKeeper
 from edge_node.agent.site_config import SiteConfig
 from edge_node.agent.world import EdgeWorld
 from edge_node.engine.engine import EdgeEngine
@@ -36,7 +37,14 @@ from mesh.node.engine import EngineLoad
 from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
 from mesh.node.local_port import LocalPort
-from mesh.process import announce_ready, check_certificate, prepare_state_folder, raise_descriptor_limit, stop_signal
+from mesh.process import (
+    announce_ready,
+    background_loop,
+    check_certificate,
+    prepare_state_folder,
+    raise_descriptor_limit,
+    stop_signal,
+)
 from mesh.rpc.channel import node_channel
 from mesh.rpc.relay.attendant import RelayAttendant
 from mesh.rpc.relay.dialling import RelayDialler, RelayTransport
@@ -88,8 +96,13 @@ async def serve(settings: EdgeSettings) -> None:
         speeds = await engine.self_test()
         digest = await asyncio.to_thread(model_digest, settings.model.path)
         info = engine.info
-        codecs = await asyncio.to_thread(codecs_beside, settings.model.path, info.geometry, info.weights_lineage)
-        models = (ModelFacts.of(info, digest, codecs),)
+        beside = await asyncio.to_thread(codecs_beside, settings.model.path, info.geometry, info.weights_lineage)
+        artifacts = ArtifactKeeper(
+            settings.state_folder / FOLDER, info.geometry, info.weights_lineage,
+            dial=lambda peer: node_channel(peer.address, credentials, peer.place),
+            on_codecs=lambda more: tell_models((ModelFacts.of(info, digest, (*world.models[0].codecs, *more)),)),
+        )  # fmt: skip
+        models = (ModelFacts.of(info, digest, (*beside, *await asyncio.to_thread(artifacts.load))),)
 
         guard = BookGuard(lambda: site.book)
         host = NodeHost(engine, identity, guard, place)
@@ -167,6 +180,13 @@ async def serve(settings: EdgeSettings) -> None:
         metrics.watch(UplinkCollector(lambda: uplink.state, time.monotonic))
         await uplink.start()
         stack.push_async_callback(uplink.stop)
+
+        def tell_models(changed: tuple[ModelFacts, ...]) -> None:
+            world.set_models(changed)
+            uplink.set_facts(_facts(changed))
+
+        following = background_loop(lambda: artifacts.follow(world.nodes, lambda: world.models[0]), "kvtc_artifacts")
+        stack.callback(following.cancel)
         announce_ready(
             settings.state_folder,
             node_id=place.node_id,
@@ -271,6 +291,10 @@ class _Pushes:
         return uplink_pb2.CommandResult(command_id=command.command_id, migrate=moved)
 
 
+def _facts(models: tuple[ModelFacts, ...]) -> AgentFacts:
+    return AgentFacts(build=f"kvmesh {__version__}", models=tuple(models_to_wire(models)))
+
+
 def _uplink(
     settings: EdgeSettings,
     credentials: NodeCredentials,
@@ -282,7 +306,7 @@ def _uplink(
     return UplinkAgent(
         dial=lambda: node_channel(str(placement.address), credentials, placement.node_id),
         host=site_host,
-        facts=AgentFacts(build=f"kvmesh {__version__}", models=tuple(models_to_wire(models))),
+        facts=_facts(models),
         on_config=pushes.config,
         on_snapshot=pushes.snapshot,
         on_command=pushes.command,

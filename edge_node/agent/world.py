@@ -68,6 +68,17 @@ class EdgeWorld:
         self._load, self._draining = load, draining
         self._table.stale(self._own.place.node_id)
 
+    @property
+    def models(self) -> tuple[ModelFacts, ...]:
+        """What the own engine serves."""
+        return self._models
+
+    def set_models(self, models: tuple[ModelFacts, ...]) -> None:
+        """What the own engine serves, where that changed (a codec came)."""
+        self._models = models
+        self._table.stale(self._own.place.node_id)
+        self._changed()
+
     def set_snapshot(self, snapshot: admin.Snapshot) -> None:
         """A newer snapshot was pushed; open links to the core nodes in it."""
         known = from_wire(snapshot, mesh=self._own.place.mesh)

@@ -7,7 +7,7 @@ has loaded its model; on a machine under load they come out low, which errs on t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,11 +41,7 @@ def profiles_of(
     measured what they lose on this model. The artifact must be on the shelf (mesh.kv.kvtc.shelf). Blocks for a second
     or a few; CPU-bound."""
     slab = _noise(geometry, n_tokens) if artifact is None else usual_slab(artifact, n_tokens)
-    return tuple(
-        CodecProfile(codec=name, ratio=ratio, loss_ratio=loss, encode_tokens_per_s=encode, decode_tokens_per_s=decode)
-        for name, ratio, loss in known(artifact)
-        for encode, decode in [_speeds(name, slab, geometry)]
-    )
+    return _measured(known(artifact), slab, geometry)
 
 
 def codecs_beside(
@@ -59,6 +55,12 @@ def codecs_beside(
     except MeshError as error:
         log.error("kvtc_artifact_refused", reason=error.reason, error=error.message)
     return profiles_of(artifact, geometry, n_tokens=_START_TOKENS)
+
+
+def start_profiles(artifact: Artifact, geometry: KvGeometry) -> tuple[CodecProfile, ...]:
+    """Of the codecs that need this artifact, which is on the shelf. Blocks for a second; CPU-bound."""
+    slab = usual_slab(artifact, _START_TOKENS)
+    return _measured((facts for facts in known(artifact) if facts[0].startswith(PREFIX)), slab, geometry)
 
 
 def usual_slab(artifact: Artifact, n_tokens: int, *, start: int = 1024, seed: int = 0) -> KvSlab:
@@ -104,6 +106,16 @@ def known(artifact: Artifact | None) -> Iterator[tuple[str, float, float]]:
 
 def _ratio(quality: tuple[Quality, ...]) -> float:
     return min(q.coded_ratio for q in quality)
+
+
+def _measured(
+    facts: Iterable[tuple[str, float, float]], slab: KvSlab, geometry: KvGeometry
+) -> tuple[CodecProfile, ...]:
+    return tuple(
+        CodecProfile(codec=name, ratio=ratio, loss_ratio=loss, encode_tokens_per_s=encode, decode_tokens_per_s=decode)
+        for name, ratio, loss in facts
+        for encode, decode in [_speeds(name, slab, geometry)]
+    )
 
 
 def _speeds(name: str, slab: KvSlab, geometry: KvGeometry) -> tuple[float, float]:

@@ -27,7 +27,7 @@ from mesh.v1 import common_pb2 as mesh_dot_v1_dot_common__pb2
 from mesh.v1 import node_pb2 as mesh_dot_v1_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14mesh/v1/uplink.proto\x12\x07mesh.v1\x1a\x13mesh/v1/admin.proto\x1a\x14mesh/v1/common.proto\x1a\x12mesh/v1/node.proto\"\xf1\x01\n\rAttachRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.mesh.v1.AgentHelloH\x00\x12\'\n\theartbeat\x18\x02 \x01(\x0b\x32\x12.mesh.v1.HeartbeatH\x00\x12(\n\nwork_event\x18\x03 \x01(\x0b\x32\x12.mesh.v1.WorkEventH\x00\x12*\n\x0bwork_result\x18\x04 \x01(\x0b\x32\x13.mesh.v1.WorkResultH\x00\x12\x30\n\x0e\x63ommand_result\x18\x05 \x01(\x0b\x32\x16.mesh.v1.CommandResultH\x00\x42\t\n\x07message\"\xd0\x02\n\x0e\x41ttachResponse\x12&\n\x05lease\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SessionLeaseH\x00\x12(\n\x07renewal\x18\x02 \x01(\x0b\x32\x15.mesh.v1.LeaseRenewalH\x00\x12\x1f\n\x03run\x18\x03 \x01(\x0b\x32\x10.mesh.v1.WorkRunH\x00\x12&\n\x07move_kv\x18\x04 \x01(\x0b\x32\x13.mesh.v1.WorkMoveKvH\x00\x12%\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x13.mesh.v1.WorkCancelH\x00\x12%\n\x06\x63onfig\x18\x06 \x01(\x0b\x32\x13.mesh.v1.SiteConfigH\x00\x12%\n\x08snapshot\x18\x07 \x01(\x0b\x32\x11.mesh.v1.SnapshotH\x00\x12#\n\x07\x63ommand\x18\x08 \x01(\x0b\x32\x10.mesh.v1.CommandH\x00\x42\t\n\x07message\"\x88\x01\n\nAgentHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\"\n\x06models\x18\x03 \x03(\x0b\x32\x12.mesh.v1.NodeModel\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x11.mesh.v1.NodeLoad\x12\x14\n\x0c\x63lock_unix_s\x18\x05 \x01(\x01\"^\n\x0cSessionLease\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x02\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x02\x12\x14\n\x0c\x63lock_unix_s\x18\x04 \x01(\x01\"M\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.mesh.v1.NodeLoad\x12\r\n\x05rtt_s\x18\x03 \x01(\x02\" \n\x0cLeaseRenewal\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"<\n\x07WorkRun\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12 \n\x05order\x18\x02 \x01(\x0b\x32\x11.mesh.v1.RunOrder\"v\n\nWorkMoveKv\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12\x1d\n\x04open\x18\x02 \x01(\x0b\x32\x0f.mesh.v1.KvOpen\x12\x14\n\x0cpeer_address\x18\x03 \x01(\t\x12\"\n\npeer_place\x18\x04 \x01(\x0b\x32\x0e.mesh.v1.Place\"-\n\nWorkCancel\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12\x0e\n\x06run_id\x18\x02 \x01(\t\">\n\tWorkEvent\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12 \n\x05\x65vent\x18\x02 \x01(\x0b\x32\x11.mesh.v1.RunEvent\"\xe3\x01\n\nWorkResult\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12$\n\tkv_report\x18\x04 \x01(\x0b\x32\x11.mesh.v1.KvReport\x12<\n\rerror_details\x18\x05 \x03(\x0b\x32%.mesh.v1.WorkResult.ErrorDetailsEntry\x1a\x33\n\x11\x45rrorDetailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x90\x01\n\nSiteConfig\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\'\n\x08policies\x18\x02 \x03(\x0b\x32\x15.mesh.v1.StoredPolicy\x12$\n\x04keys\x18\x03 \x03(\x0b\x32\x16.mesh.v1.TenantKeyHash\x12\"\n\x05salts\x18\x04 \x03(\x0b\x32\x13.mesh.v1.TenantSalt\"K\n\rTenantKeyHash\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0c\n\x04hash\x18\x04 \x01(\x0c\",\n\nTenantSalt\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\"\x92\x02\n\x07\x43ommand\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12*\n\x07migrate\x18\x02 \x01(\x0b\x32\x17.mesh.v1.MigrateRequestH\x00\x12*\n\x07witness\x18\x04 \x01(\x0b\x32\x17.mesh.v1.WitnessRequestH\x00\x12&\n\x06\x61ttend\x18\x06 \x01(\x0b\x32\x14.mesh.v1.RelayAttendH\x00\x12\x35\n\rlist_requests\x18\t \x01(\x0b\x32\x1c.mesh.v1.ListRequestsRequestH\x00\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12!\n\x06target\x18\x05 \x01(\x0b\x32\x11.mesh.v1.NodeViewB\t\n\x07\x63ommand\"\x1d\n\x0bRelayAttend\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xcd\x02\n\rCommandResult\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12)\n\x07migrate\x18\x04 \x01(\x0b\x32\x18.mesh.v1.MigrateResponse\x12)\n\x07witness\x18\x05 \x01(\x0b\x32\x18.mesh.v1.WitnessResponse\x12?\n\rerror_details\x18\x06 \x03(\x0b\x32(.mesh.v1.CommandResult.ErrorDetailsEntry\x12/\n\x08requests\x18\t \x01(\x0b\x32\x1d.mesh.v1.ListRequestsResponse\x1a\x33\n\x11\x45rrorDetailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"[\n\x0eWitnessRequest\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SignedRecord\x12\x12\n\nkept_chain\x18\x02 \x01(\t\x12\x10\n\x08kept_seq\x18\x03 \x01(\x04\"6\n\x0fWitnessResponse\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SignedRecord2G\n\x06Uplink\x12=\n\x06\x41ttach\x12\x16.mesh.v1.AttachRequest\x1a\x17.mesh.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14mesh/v1/uplink.proto\x12\x07mesh.v1\x1a\x13mesh/v1/admin.proto\x1a\x14mesh/v1/common.proto\x1a\x12mesh/v1/node.proto\"\xf1\x01\n\rAttachRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.mesh.v1.AgentHelloH\x00\x12\'\n\theartbeat\x18\x02 \x01(\x0b\x32\x12.mesh.v1.HeartbeatH\x00\x12(\n\nwork_event\x18\x03 \x01(\x0b\x32\x12.mesh.v1.WorkEventH\x00\x12*\n\x0bwork_result\x18\x04 \x01(\x0b\x32\x13.mesh.v1.WorkResultH\x00\x12\x30\n\x0e\x63ommand_result\x18\x05 \x01(\x0b\x32\x16.mesh.v1.CommandResultH\x00\x42\t\n\x07message\"\xd0\x02\n\x0e\x41ttachResponse\x12&\n\x05lease\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SessionLeaseH\x00\x12(\n\x07renewal\x18\x02 \x01(\x0b\x32\x15.mesh.v1.LeaseRenewalH\x00\x12\x1f\n\x03run\x18\x03 \x01(\x0b\x32\x10.mesh.v1.WorkRunH\x00\x12&\n\x07move_kv\x18\x04 \x01(\x0b\x32\x13.mesh.v1.WorkMoveKvH\x00\x12%\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x13.mesh.v1.WorkCancelH\x00\x12%\n\x06\x63onfig\x18\x06 \x01(\x0b\x32\x13.mesh.v1.SiteConfigH\x00\x12%\n\x08snapshot\x18\x07 \x01(\x0b\x32\x11.mesh.v1.SnapshotH\x00\x12#\n\x07\x63ommand\x18\x08 \x01(\x0b\x32\x10.mesh.v1.CommandH\x00\x42\t\n\x07message\"\x88\x01\n\nAgentHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\"\n\x06models\x18\x03 \x03(\x0b\x32\x12.mesh.v1.NodeModel\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x11.mesh.v1.NodeLoad\x12\x14\n\x0c\x63lock_unix_s\x18\x05 \x01(\x01\"^\n\x0cSessionLease\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x02\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x02\x12\x14\n\x0c\x63lock_unix_s\x18\x04 \x01(\x01\"q\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.mesh.v1.NodeLoad\x12\r\n\x05rtt_s\x18\x03 \x01(\x02\x12\"\n\x06models\x18\x04 \x03(\x0b\x32\x12.mesh.v1.NodeModel\" \n\x0cLeaseRenewal\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"<\n\x07WorkRun\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12 \n\x05order\x18\x02 \x01(\x0b\x32\x11.mesh.v1.RunOrder\"v\n\nWorkMoveKv\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12\x1d\n\x04open\x18\x02 \x01(\x0b\x32\x0f.mesh.v1.KvOpen\x12\x14\n\x0cpeer_address\x18\x03 \x01(\t\x12\"\n\npeer_place\x18\x04 \x01(\x0b\x32\x0e.mesh.v1.Place\"-\n\nWorkCancel\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12\x0e\n\x06run_id\x18\x02 \x01(\t\">\n\tWorkEvent\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12 \n\x05\x65vent\x18\x02 \x01(\x0b\x32\x11.mesh.v1.RunEvent\"\xe3\x01\n\nWorkResult\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12$\n\tkv_report\x18\x04 \x01(\x0b\x32\x11.mesh.v1.KvReport\x12<\n\rerror_details\x18\x05 \x03(\x0b\x32%.mesh.v1.WorkResult.ErrorDetailsEntry\x1a\x33\n\x11\x45rrorDetailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x90\x01\n\nSiteConfig\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\'\n\x08policies\x18\x02 \x03(\x0b\x32\x15.mesh.v1.StoredPolicy\x12$\n\x04keys\x18\x03 \x03(\x0b\x32\x16.mesh.v1.TenantKeyHash\x12\"\n\x05salts\x18\x04 \x03(\x0b\x32\x13.mesh.v1.TenantSalt\"K\n\rTenantKeyHash\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0c\n\x04hash\x18\x04 \x01(\x0c\",\n\nTenantSalt\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\"\x92\x02\n\x07\x43ommand\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12*\n\x07migrate\x18\x02 \x01(\x0b\x32\x17.mesh.v1.MigrateRequestH\x00\x12*\n\x07witness\x18\x04 \x01(\x0b\x32\x17.mesh.v1.WitnessRequestH\x00\x12&\n\x06\x61ttend\x18\x06 \x01(\x0b\x32\x14.mesh.v1.RelayAttendH\x00\x12\x35\n\rlist_requests\x18\t \x01(\x0b\x32\x1c.mesh.v1.ListRequestsRequestH\x00\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12!\n\x06target\x18\x05 \x01(\x0b\x32\x11.mesh.v1.NodeViewB\t\n\x07\x63ommand\"\x1d\n\x0bRelayAttend\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xcd\x02\n\rCommandResult\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12)\n\x07migrate\x18\x04 \x01(\x0b\x32\x18.mesh.v1.MigrateResponse\x12)\n\x07witness\x18\x05 \x01(\x0b\x32\x18.mesh.v1.WitnessResponse\x12?\n\rerror_details\x18\x06 \x03(\x0b\x32(.mesh.v1.CommandResult.ErrorDetailsEntry\x12/\n\x08requests\x18\t \x01(\x0b\x32\x1d.mesh.v1.ListRequestsResponse\x1a\x33\n\x11\x45rrorDetailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"[\n\x0eWitnessRequest\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SignedRecord\x12\x12\n\nkept_chain\x18\x02 \x01(\t\x12\x10\n\x08kept_seq\x18\x03 \x01(\x04\"6\n\x0fWitnessResponse\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SignedRecord2G\n\x06Uplink\x12=\n\x06\x41ttach\x12\x16.mesh.v1.AttachRequest\x1a\x17.mesh.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,39 +47,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONLEASE']._serialized_start=818
   _globals['_SESSIONLEASE']._serialized_end=912
   _globals['_HEARTBEAT']._serialized_start=914
-  _globals['_HEARTBEAT']._serialized_end=991
-  _globals['_LEASERENEWAL']._serialized_start=993
-  _globals['_LEASERENEWAL']._serialized_end=1025
-  _globals['_WORKRUN']._serialized_start=1027
-  _globals['_WORKRUN']._serialized_end=1087
-  _globals['_WORKMOVEKV']._serialized_start=1089
-  _globals['_WORKMOVEKV']._serialized_end=1207
-  _globals['_WORKCANCEL']._serialized_start=1209
-  _globals['_WORKCANCEL']._serialized_end=1254
-  _globals['_WORKEVENT']._serialized_start=1256
-  _globals['_WORKEVENT']._serialized_end=1318
-  _globals['_WORKRESULT']._serialized_start=1321
-  _globals['_WORKRESULT']._serialized_end=1548
-  _globals['_WORKRESULT_ERRORDETAILSENTRY']._serialized_start=1497
-  _globals['_WORKRESULT_ERRORDETAILSENTRY']._serialized_end=1548
-  _globals['_SITECONFIG']._serialized_start=1551
-  _globals['_SITECONFIG']._serialized_end=1695
-  _globals['_TENANTKEYHASH']._serialized_start=1697
-  _globals['_TENANTKEYHASH']._serialized_end=1772
-  _globals['_TENANTSALT']._serialized_start=1774
-  _globals['_TENANTSALT']._serialized_end=1818
-  _globals['_COMMAND']._serialized_start=1821
-  _globals['_COMMAND']._serialized_end=2095
-  _globals['_RELAYATTEND']._serialized_start=2097
-  _globals['_RELAYATTEND']._serialized_end=2126
-  _globals['_COMMANDRESULT']._serialized_start=2129
-  _globals['_COMMANDRESULT']._serialized_end=2462
-  _globals['_COMMANDRESULT_ERRORDETAILSENTRY']._serialized_start=1497
-  _globals['_COMMANDRESULT_ERRORDETAILSENTRY']._serialized_end=1548
-  _globals['_WITNESSREQUEST']._serialized_start=2464
-  _globals['_WITNESSREQUEST']._serialized_end=2555
-  _globals['_WITNESSRESPONSE']._serialized_start=2557
-  _globals['_WITNESSRESPONSE']._serialized_end=2611
-  _globals['_UPLINK']._serialized_start=2613
-  _globals['_UPLINK']._serialized_end=2684
+  _globals['_HEARTBEAT']._serialized_end=1027
+  _globals['_LEASERENEWAL']._serialized_start=1029
+  _globals['_LEASERENEWAL']._serialized_end=1061
+  _globals['_WORKRUN']._serialized_start=1063
+  _globals['_WORKRUN']._serialized_end=1123
+  _globals['_WORKMOVEKV']._serialized_start=1125
+  _globals['_WORKMOVEKV']._serialized_end=1243
+  _globals['_WORKCANCEL']._serialized_start=1245
+  _globals['_WORKCANCEL']._serialized_end=1290
+  _globals['_WORKEVENT']._serialized_start=1292
+  _globals['_WORKEVENT']._serialized_end=1354
+  _globals['_WORKRESULT']._serialized_start=1357
+  _globals['_WORKRESULT']._serialized_end=1584
+  _globals['_WORKRESULT_ERRORDETAILSENTRY']._serialized_start=1533
+  _globals['_WORKRESULT_ERRORDETAILSENTRY']._serialized_end=1584
+  _globals['_SITECONFIG']._serialized_start=1587
+  _globals['_SITECONFIG']._serialized_end=1731
+  _globals['_TENANTKEYHASH']._serialized_start=1733
+  _globals['_TENANTKEYHASH']._serialized_end=1808
+  _globals['_TENANTSALT']._serialized_start=1810
+  _globals['_TENANTSALT']._serialized_end=1854
+  _globals['_COMMAND']._serialized_start=1857
+  _globals['_COMMAND']._serialized_end=2131
+  _globals['_RELAYATTEND']._serialized_start=2133
+  _globals['_RELAYATTEND']._serialized_end=2162
+  _globals['_COMMANDRESULT']._serialized_start=2165
+  _globals['_COMMANDRESULT']._serialized_end=2498
+  _globals['_COMMANDRESULT_ERRORDETAILSENTRY']._serialized_start=1533
+  _globals['_COMMANDRESULT_ERRORDETAILSENTRY']._serialized_end=1584
+  _globals['_WITNESSREQUEST']._serialized_start=2500
+  _globals['_WITNESSREQUEST']._serialized_end=2591
+  _globals['_WITNESSRESPONSE']._serialized_start=2593
+  _globals['_WITNESSRESPONSE']._serialized_end=2647
+  _globals['_UPLINK']._serialized_start=2649
+  _globals['_UPLINK']._serialized_end=2720
 # @@protoc_insertion_point(module_scope)

@@ -70,14 +70,16 @@ class SessionLease(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., heartbeat_s: _Optional[float] = ..., clock_unix_s: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("sequence", "load", "rtt_s")
+    __slots__ = ("sequence", "load", "rtt_s", "models")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     RTT_S_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     load: _node_pb2.NodeLoad
     rtt_s: float
-    def __init__(self, sequence: _Optional[int] = ..., load: _Optional[_Union[_node_pb2.NodeLoad, _Mapping]] = ..., rtt_s: _Optional[float] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[_admin_pb2.NodeModel]
+    def __init__(self, sequence: _Optional[int] = ..., load: _Optional[_Union[_node_pb2.NodeLoad, _Mapping]] = ..., rtt_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[_admin_pb2.NodeModel, _Mapping]]] = ...) -> None: ...
 
 class LeaseRenewal(_message.Message):
     __slots__ = ("sequence",)

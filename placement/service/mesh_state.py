@@ -234,17 +234,17 @@ class MeshState:
 
     async def _beat_for_edges(self) -> None:
         """Register the edges that are attached here, and say which are; the registry remembers the others."""
-        registered: set[str] = set()
+        registered: dict[str, tuple[admin.NodeModel, ...]] = {}  # with which models
         while True:
             attached = {edge.place.node_id: edge for edge in self._hub.attached()}
-            for node_id in registered | attached.keys():
+            for node_id in registered.keys() | attached.keys():
                 try:
-                    if node_id in attached and node_id not in registered:
+                    if node_id in attached and registered.get(node_id) != attached[node_id].models:
                         await self._register_edge(attached[node_id])
-                        registered.add(node_id)
+                        registered[node_id] = attached[node_id].models
                     await self._registry.heartbeat(node_id, ready=node_id in attached)
                 except NotFound:
-                    registered.discard(node_id)  # the registry lost it: register again next time
+                    registered.pop(node_id, None)  # the registry lost it: register again next time
                 except NodeUnreachable:
                     break  # the registry is gone for now
                 except MeshError as error:  # this one cannot be registered (a full disk, too many models ...)

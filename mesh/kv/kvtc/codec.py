@@ -339,6 +339,11 @@ class KvtcCodec:
             slab.v[:, exact] = part.v
 
 
+def artifact_of(codec_name: str) -> str:
+    """The head of the digest of the artifact that a codec of this name needs; "" if it is no kvtc codec."""
+    return codec_name.removeprefix(PREFIX).partition(":")[0] if codec_name.startswith(PREFIX) else ""
+
+
 def _length(kept: NDArray[np.bool_]) -> int:
     """Of the part that holds every kept coefficient."""
     return int(np.flatnonzero(kept)[-1]) + 1 if kept.any() else 0

@@ -14,7 +14,7 @@ from mesh.kv.kvtc.artifact import SUFFIX, Artifact, read_artifact
 from mesh.kv.kvtc.codec import PREFIX, KvtcCodec
 from mesh.kv.kvtc.transform import LinearMaps, NumpyMaps
 
-_DIGEST_CHARS = 16
+DIGEST_CHARS = 16
 MakeMaps = Callable[[Artifact], LinearMaps]
 _lock = threading.Lock()
 _artifacts: dict[str, tuple[Artifact, LinearMaps]] = {}
@@ -25,12 +25,12 @@ def put(artifact: Artifact, maps: LinearMaps | None = None) -> None:
     """Make an artifact known. `maps`: a faster twin's products for its codecs."""
     remove(artifact)
     with _lock:
-        _artifacts[artifact.digest[:_DIGEST_CHARS]] = artifact, maps or NumpyMaps(artifact)
+        _artifacts[artifact.digest[:DIGEST_CHARS]] = artifact, maps or NumpyMaps(artifact)
 
 
 def remove(artifact: Artifact) -> None:
     """Forget an artifact and its codecs."""
-    key = artifact.digest[:_DIGEST_CHARS]
+    key = artifact.digest[:DIGEST_CHARS]
     with _lock:
         _artifacts.pop(key, None)
         for name in [n for n in _codecs if n.startswith(f"{PREFIX}{key}:")]:

@@ -83,6 +83,12 @@ class UplinkAgent:
             last_error=self._last_error,
         )
 
+    def set_facts(self, facts: AgentFacts) -> None:
+        """What it is has changed: the hub is told with the next heartbeat, or the next hello."""
+        self._facts = facts
+        if self._session is not None:
+            self._session.tell_models(facts.models)
+
     async def wait_connected(self) -> None:
         """Until there is a session."""
         await self._connected.wait()

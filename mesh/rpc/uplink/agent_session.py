@@ -71,12 +71,18 @@ class AgentSession:
         self._pushes: Outbox[uplink_pb2.AttachResponse] = Outbox(max_bytes=0)  # only its slots are used
         self._leaving = False
         self._load_failed = False
+        self._untold_models: tuple[admin_pb2.NodeModel, ...] = ()
+        self._told_since = 0  # sequence of the first heartbeat that had them; 0: none yet
         self._ended: asyncio.Future[MeshError | None] = asyncio.get_running_loop().create_future()
 
     @property
     def heard_s(self) -> float:
         """When the newest message that the hub is known to have got had been sent, monotonic."""
         return self._lease.renewed_s
+
+    def tell_models(self, models: tuple[admin_pb2.NodeModel, ...]) -> None:
+        """Send these with heartbeats until one of them was heard."""
+        self._untold_models, self._told_since = models, 0
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until the session ends: raises why. Returns if it ended because `stopping` was set."""
@@ -133,6 +139,8 @@ class AgentSession:
         match message.WhichOneof("message"):
             case "renewal":
                 sent_s = self._book.renewed(message.renewal.sequence)
+                if 0 < self._told_since <= message.renewal.sequence:
+                    self._untold_models, self._told_since = (), 0
                 if sent_s is not None:
                     self._lease.renew(sent_s)
                     self.rtt_s = self._clock.monotonic() - sent_s
@@ -161,7 +169,11 @@ class AgentSession:
         while True:
             load = await self._load()
             sequence = self._book.send(self._clock.monotonic())
-            heartbeat = uplink_pb2.Heartbeat(sequence=sequence, load=load, rtt_s=self.rtt_s or 0.0)
+            if self._untold_models:
+                self._told_since = self._told_since or sequence
+            heartbeat = uplink_pb2.Heartbeat(
+                sequence=sequence, load=load, rtt_s=self.rtt_s or 0.0, models=self._untold_models
+            )
             self._outbox.put_latest("heartbeat", uplink_pb2.AttachRequest(heartbeat=heartbeat))
             await self._clock.sleep(self._heartbeat_s)
 

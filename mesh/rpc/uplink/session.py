@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 
@@ -218,6 +218,8 @@ class Session:
         if heartbeat.HasField("load"):
             self._load, self._draining = wire.load_from_wire(heartbeat.load)
             self._load_heard_s = now_s
+        if heartbeat.models:
+            self.facts = replace(self.facts, models=wire.models_from_wire(heartbeat.models))
         self._on_change()
 
     def _work_event(self, message: uplink_pb2.WorkEvent) -> None:

@@ -7,7 +7,7 @@ know. Errors cross as reason word and message.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from google.protobuf.message import Message
@@ -18,7 +18,7 @@ from mesh.node import wire_kv
 from mesh.node.engine import EngineLoad
 from mesh.node.port import KvOrder, KvReport, PortEvent, RunOrder
 from mesh.rpc.uplink.types import MAX_MODELS, PROTOCOL, AgentFacts
-from mesh.v1 import node_pb2, uplink_pb2
+from mesh.v1 import admin_pb2, node_pb2, uplink_pb2
 
 MAX_ERROR_CHARS = 1024
 _NO_DETAILS: Mapping[str, str] = MappingProxyType({})
@@ -50,12 +50,18 @@ def hello_from_wire(request: uplink_pb2.AttachRequest) -> tuple[AgentFacts, Engi
             f"bring both to one release",
             build=hello.build[:64],
         )
-    if len(hello.models) > MAX_MODELS or not all(model.id for model in hello.models):
-        raise InvalidRequest(f"a hello names at most {MAX_MODELS} models, each with an id", field="hello.models")
+    models = models_from_wire(hello.models)
     if not math.isfinite(hello.clock_unix_s):
         raise InvalidRequest("clock_unix_s must be finite", field="hello.clock_unix_s")
     load, draining = load_from_wire(hello.load)
-    return AgentFacts(build=hello.build, models=tuple(hello.models)), load, draining
+    return AgentFacts(build=hello.build, models=models), load, draining
+
+
+def models_from_wire(models: Sequence[admin_pb2.NodeModel]) -> tuple[admin_pb2.NodeModel, ...]:
+    """What an agent says that it serves. Raises InvalidRequest if it is too much or nameless."""
+    if len(models) > MAX_MODELS or not all(model.id for model in models):
+        raise InvalidRequest(f"an agent names at most {MAX_MODELS} models, each with an id", field="models")
+    return tuple(models)
 
 
 def lease_from_wire(response: uplink_pb2.AttachResponse) -> uplink_pb2.SessionLease:

@@ -22,7 +22,7 @@ from mesh.errors import (
 )
 from mesh.node.engine import RunId
 from mesh.node.port import PortFinished, PortHeld, PortPrefilled, PortTokens, RunOrder
-from mesh.rpc.uplink.types import UplinkLimits
+from mesh.rpc.uplink.types import AgentFacts, UplinkLimits
 from mesh.v1 import admin_pb2, uplink_pb2
 from tests.mesh.rpc.uplink.harness import (
     LEG,
@@ -54,6 +54,17 @@ class TestAttach:
             assert not edge.draining
             assert site.agent.state.connected
             assert site.agent.state.session_id == edge.session_id
+
+    async def test_models_that_change_are_told_in_the_running_session_and_after_it(self) -> None:
+        async with mesh() as m:
+            site = await m.attach("edge-1")
+            session_id = site.agent.state.session_id
+            facts = AgentFacts(
+                build="b", models=(admin_pb2.NodeModel(id="smol", codecs=[admin_pb2.KvCodec(name="x")]),)
+            )
+            site.agent.set_facts(facts)
+            await eventually(lambda: m.hub.attached()[0].models == facts.models)
+            assert site.agent.state.session_id == session_id
 
     async def test_a_port_of_a_node_that_is_not_attached_is_refused(self) -> None:
         async with mesh() as m:
