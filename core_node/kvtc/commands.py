@@ -63,6 +63,7 @@ def show_command(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
 def run_with_bar(model: Path, texts: tuple[Text, ...], fit_windows: int, threads: int) -> Calibration:
     """Calibrate with a progress bar on stderr."""
     import torch
+    from threadpoolctl import threadpool_limits
 
     from core_node.kvtc.calibrate import Plan, calibrate
 
@@ -76,7 +77,8 @@ def run_with_bar(model: Path, texts: tuple[Text, ...], fit_windows: int, threads
         def progress(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
 
-        return calibrate(describe(model), texts, plan, progress)
+        with threadpool_limits(threads or None):  # numpy's products
+            return calibrate(describe(model), texts, plan, progress)
 
 
 def write_artifact(path: Path, data: bytes) -> None:

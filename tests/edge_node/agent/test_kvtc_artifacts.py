@@ -35,7 +35,8 @@ QUICK = FetchLimits(max_bytes=4 << 20, silence_s=0.5, attempts=2, pause_s=0.01)
 def made(**how: Any) -> tuple[str, bytes]:
     """An artifact's digest and file."""
     lineage = how.pop("lineage", "synthetic")
-    artifact, data = make_artifact(**{**artifact_parts(**how), "weights_lineage": lineage})  # type: ignore[arg-type]
+    parts: dict[str, Any] = {**artifact_parts(**how), "weights_lineage": lineage}
+    artifact, data = make_artifact(**parts)
     return artifact.digest, data
 
 

@@ -37,7 +37,8 @@ async def pushes(tmp_path: Path) -> _Pushes:
     world = EdgeWorld(own=own, models=(MODEL,), load=await host.load(), dial=lambda peer: public_channel(peer.address))
     attendant = Attendant()
     file = SiteConfig(tmp_path / "site_config.bin")
-    made = _Pushes(file, world, mesh.door, UNASKED, attendant)  # type: ignore[arg-type]
+    requests = _OwnRequests(mesh.door, world, "paris")
+    made = _Pushes(file, world, mesh.door, UNASKED, attendant, requests)  # type: ignore[arg-type]
     made.mesh, made.attendant = mesh, attendant  # type: ignore[attr-defined]
     return made
 
@@ -98,7 +99,7 @@ async def test_an_unknown_command_is_not_implemented(pushes: _Pushes) -> None:
 async def test_an_edge_moves_its_own_requests_only(pushes: _Pushes) -> None:
     mesh: MemoryMesh = pushes.mesh  # type: ignore[attr-defined]
     with pytest.raises(NotFound):
-        await _OwnRequests(mesh.door).migrate(principal(), admin_pb2.MigrateRequest(request_id="osaka:1", tier="core"))
+        await pushes._requests.migrate(principal(), admin_pb2.MigrateRequest(request_id="osaka:1", tier="core"))
 
 
 async def test_the_node_drains_as_soon_as_its_entry_does() -> None:
