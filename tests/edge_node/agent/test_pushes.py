@@ -97,7 +97,6 @@ async def test_an_unknown_command_is_not_implemented(pushes: _Pushes) -> None:
 
 
 async def test_an_edge_moves_its_own_requests_only(pushes: _Pushes) -> None:
-    mesh: MemoryMesh = pushes.mesh  # type: ignore[attr-defined]
     with pytest.raises(NotFound):
         await pushes._requests.migrate(principal(), admin_pb2.MigrateRequest(request_id="osaka:1", tier="core"))
 
