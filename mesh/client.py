@@ -15,7 +15,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -230,9 +230,13 @@ class MeshClient:
         """What is wrong with a policy document; empty if nothing is."""
         return list((await self._call(self._policies.Validate, admin_pb2.ValidatePolicyRequest(yaml=yaml))).problems)
 
-    async def create_tenant(self, tenant: str) -> None:
-        """Add a tenant."""
-        await self._call(self._tenants.Create, admin_pb2.CreateTenantRequest(tenant=tenant))
+    async def create_tenant(self, tenant: str, *, sites: Iterable[str] = ()) -> None:
+        """Add a tenant, served at these sites ("*": every one) and by the placement services."""
+        await self._call(self._tenants.Create, admin_pb2.CreateTenantRequest(tenant=tenant, sites=sites))
+
+    async def set_tenant_sites(self, tenant: str, sites: Iterable[str]) -> None:
+        """Sites whose entries serve the tenant from now on; "*": every one."""
+        await self._call(self._tenants.SetSites, admin_pb2.SetTenantSitesRequest(tenant=tenant, sites=sites))
 
     async def list_tenants(self) -> list[admin_pb2.Tenant]:
         """All tenants with their keys, without secrets."""

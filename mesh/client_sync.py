@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable
 from contextlib import aclosing
 from pathlib import Path
 from queue import SimpleQueue
@@ -133,9 +133,13 @@ class SyncMeshClient:
         """Problems of a policy document."""
         return self._run(self._client.validate_policy(yaml))
 
-    def create_tenant(self, tenant: str) -> None:
-        """Add a tenant."""
-        self._run(self._client.create_tenant(tenant))
+    def create_tenant(self, tenant: str, *, sites: Iterable[str] = ()) -> None:
+        """Add a tenant, served at these sites ("*": every one) and by the placement services."""
+        self._run(self._client.create_tenant(tenant, sites=sites))
+
+    def set_tenant_sites(self, tenant: str, sites: Iterable[str]) -> None:
+        """Sites whose entries serve the tenant from now on; "*": every one."""
+        self._run(self._client.set_tenant_sites(tenant, sites))
 
     def list_tenants(self) -> list[admin_pb2.Tenant]:
         """All tenants."""

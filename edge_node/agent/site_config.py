@@ -3,6 +3,10 @@
 Written whole and atomically, mode 0600. A file that cannot be read is not used: without keys the agent refuses every
 request (fail closed) until placement pushes a configuration. One that cannot be kept (full disk) is in force all the
 same: a revoked key or a stricter policy must not wait for an operator to free some space.
+
+A placement service that has not heard the registry's news must not take a site back: within one epoch a policy, or the
+directory of tenants and keys, that is older than what is in force is left, and so is one that is not told of although
+the site still serves its tenant.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ class SiteConfig:
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        self._message = uplink_pb2.SiteConfig()
         self.version = 0
         self.directory = TenantDirectory()
         self.book = PolicyBook()
@@ -45,8 +50,10 @@ class SiteConfig:
         return True
 
     def take(self, message: uplink_pb2.SiteConfig) -> None:
-        """A newer configuration from placement: check it whole, use it, keep it. Blocking. Raises MeshError if it is
-        not valid, and then the old one stays in force; one that cannot be written is used and logged."""
+        """A configuration from placement: check it whole, use what is not older, keep it. Blocking. Raises
+        MeshError if it is not valid, and then the old one stays in force; one that cannot be written is used and
+        logged."""
+        message = newest(self._message, message)
         self._use(message)
         try:
             write_private(self._file, message.SerializeToString(deterministic=True))
@@ -72,6 +79,31 @@ class SiteConfig:
         except KeyError as exc:
             raise PayloadCorrupt("the site configuration holds a key with an unknown role") from exc
         tenants = tuple(TenantRecord(tenant=salt.tenant, secret=salt.secret) for salt in message.salts)
-        book = PolicyBook.of((p.tenant, p.yaml, p.version) for p in message.policies)
+        book = PolicyBook.of((p.tenant, p.yaml, p.version) for p in message.policies if not p.deleted)
         self.directory, self.book = TenantDirectory(tenants=tenants, keys=keys), book
-        self.version = message.version
+        self._message, self.version = message, message.version
+
+
+def newest(have: uplink_pb2.SiteConfig, told: uplink_pb2.SiteConfig) -> uplink_pb2.SiteConfig:
+    """What a site that has `have` makes of `told`: the newer of the two in each part, if they are of one epoch."""
+    made = uplink_pb2.SiteConfig()
+    made.CopyFrom(told)
+    if not told.epoch or told.epoch != have.epoch:
+        return made
+    if told.directory_revision < have.directory_revision:
+        log.warning("placement_lags", what="tenants", told=told.directory_revision, have=have.directory_revision)
+        for field in ("keys", "salts"):
+            made.ClearField(field)
+            getattr(made, field).extend(getattr(have, field))
+        made.directory_revision = have.directory_revision
+    served = {salt.tenant for salt in made.salts}
+    policies = {policy.tenant: policy for policy in told.policies}
+    for policy in have.policies:
+        other = policies.get(policy.tenant)
+        if (other is None and policy.tenant in served) or (other is not None and other.version < policy.version):
+            log.warning("placement_lags", what="policy", tenant=policy.tenant, have=policy.version)
+            policies[policy.tenant] = policy
+    kept = [policies[tenant] for tenant in sorted(policies)]
+    made.ClearField("policies")
+    made.policies.extend(kept)
+    return made

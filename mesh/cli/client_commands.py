@@ -51,6 +51,10 @@ OnNode = Annotated[str | None, typer.Option("--node", metavar="NODE", help="Only
 AtSite = Annotated[str | None, typer.Option("--at-site", metavar="SITE", help="Only decode at this site.")]
 Tenant = Annotated[str, typer.Option(metavar="TENANT", help="Tenant.")]
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Tenant.")]
+TenantSites = Annotated[
+    list[str] | None,
+    typer.Option("--site", metavar="SITE", help="Its own entry serves the tenant; may repeat; *: every one."),
+]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="YAML policy; - reads standard input.")]
 
 _out = Console(highlight=False, markup=False)
@@ -72,6 +76,7 @@ def register(app: typer.Typer) -> None:
     key.command("revoke")(connected(admin=True)(key_revoke))
     tenant = typer.Typer(no_args_is_help=True, help="Tenants and their API keys.")
     tenant.command("create")(connected(admin=True)(tenant_create))
+    tenant.command("sites")(connected(admin=True)(tenant_sites))
     tenant.command("list")(connected(admin=True)(tenant_list))
     tenant.add_typer(key, name="key")
     app.add_typer(tenant, name="tenant")
@@ -205,14 +210,28 @@ def move(
     )
 
 
-def tenant_create(connection: Connection, tenant: TenantName, as_json: AsJson = False) -> None:
-    """Add a tenant."""
+def tenant_create(
+    connection: Connection, tenant: TenantName, site: TenantSites = None, as_json: AsJson = False
+) -> None:
+    """Add a tenant. Without --site the placement services serve it, and no site's own entry."""
     with connection.open() as mesh:
-        mesh.create_tenant(tenant)
+        mesh.create_tenant(tenant, sites=site or ())
     if as_json:
-        print_json({"tenant": tenant})
+        print_json({"tenant": tenant, "sites": site or []})
         return
     _out.print(f"tenant {tenant} added; `kvmesh tenant key issue {tenant}` gives it a key")
+    if not site:
+        _notes.print(f"no site serves it: `kvmesh tenant sites {tenant} --site NAME` changes that", style="dim")
+
+
+def tenant_sites(connection: Connection, tenant: TenantName, site: TenantSites = None, as_json: AsJson = False) -> None:
+    """Say which sites serve a tenant; the others get neither its keys nor its secret. Replaces what was said before."""
+    with connection.open() as mesh:
+        mesh.set_tenant_sites(tenant, site or ())
+    if as_json:
+        print_json({"tenant": tenant, "sites": site or []})
+        return
+    _out.print(f"{tenant} is served at {', '.join(site) if site else 'no site'}, and by the placement services")
 
 
 def tenant_list(connection: Connection, as_json: AsJson = False) -> None:
@@ -222,10 +241,14 @@ def tenant_list(connection: Connection, as_json: AsJson = False) -> None:
     if as_json:
         print_json([message_json(t) for t in tenants])
         return
-    rows = [(t.tenant, k.key_id, k.role, "revoked" if k.revoked else "active") for t in tenants for k in t.keys] + [
-        (t.tenant, "-", "-", "-") for t in tenants if not t.keys
+    at = {t.tenant: " ".join(t.sites) or "-" for t in tenants}
+    rows = [
+        (t.tenant, at[t.tenant], k.key_id, k.role, "revoked" if k.revoked else "active")
+        for t in tenants
+        for k in t.keys
     ]
-    _out.print(simple_table(("tenant", "key", "role", "state"), sorted(rows)))
+    rows += [(t.tenant, at[t.tenant], "-", "-", "-") for t in tenants if not t.keys]
+    _out.print(simple_table(("tenant", "sites", "key", "role", "state"), sorted(rows)))
 
 
 def key_issue(

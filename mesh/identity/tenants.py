@@ -19,16 +19,19 @@ import hmac
 import json
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mesh.errors import AlreadyExists, MeshError, NotFound, PayloadCorrupt, Unauthenticated
+from mesh.errors import AlreadyExists, InvalidRequest, MeshError, NotFound, PayloadCorrupt, Unauthenticated
 from mesh.identity.place import check_name
 from mesh.identity.principal import AccessRole, Principal
 
 SECRET_BYTES = 32
 HASH_BYTES = 32
 FORMAT = 1
+EVERY_SITE = ("*",)
+MAX_SITES = 1_000
 
 _KEY = re.compile(r"kvm_(?P<key_id>[0-9a-f]{16})_(?P<secret>[A-Za-z0-9_-]{43})")
 _BEARER = re.compile(r"Bearer +(?P<key>[!-~]{1,256})", re.IGNORECASE)
@@ -49,16 +52,34 @@ class KeyRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantRecord:
-    """A tenant and its secret of 32 random bytes, from which cache namespaces are derived (mesh.identity.salts)."""
+    """A tenant and its secret of 32 random bytes, from which cache namespaces are derived (mesh.identity.salts).
+    `sites`: those whose entries serve it, or EVERY_SITE; a site is told of no other tenant's keys and secret."""
 
     tenant: str
     secret: bytes = field(repr=False)
+    sites: tuple[str, ...] = ()
+
+    def is_served_at(self, site: str) -> bool:
+        """Whether the site's own entry may take this tenant's requests."""
+        return site in self.sites or self.sites == EVERY_SITE
 
 
-def new_tenant(tenant: str) -> TenantRecord:
+def new_tenant(tenant: str, sites: Iterable[str] = ()) -> TenantRecord:
     """A tenant with a fresh secret. Raises InvalidRequest on a bad name."""
     check_name("tenant", tenant)
-    return TenantRecord(tenant=tenant, secret=secrets.token_bytes(SECRET_BYTES))
+    return TenantRecord(tenant=tenant, secret=secrets.token_bytes(SECRET_BYTES), sites=checked_sites(sites))
+
+
+def checked_sites(sites: Iterable[str]) -> tuple[str, ...]:
+    """Sorted, each once; "*" stands alone. Raises InvalidRequest on a bad name or too many."""
+    names = tuple(sorted(set(sites)))
+    if names == EVERY_SITE:
+        return names
+    if len(names) > MAX_SITES:
+        raise InvalidRequest(f"{len(names)} sites, at most {MAX_SITES}: use '*' for every site", field="sites")
+    for name in names:
+        check_name("sites", name)
+    return names
 
 
 def issue_key(tenant: str, role: AccessRole, *, created_unix_s: int) -> tuple[str, KeyRecord]:
@@ -80,10 +101,15 @@ def hash_secret(key_id: str, secret: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantDirectory:
-    """All tenants and keys at one moment (at an edge: those that its site needs). Sorted by name and id."""
+    """All tenants and keys at one moment (at an edge: those that its site needs). Sorted by name and id.
+
+    `revision` counts the changes within one `epoch`; a directory that was restored from a backup has a new epoch, so
+    that nobody takes it for an old one."""
 
     tenants: tuple[TenantRecord, ...] = ()
     keys: tuple[KeyRecord, ...] = ()
+    epoch: str = ""
+    revision: int = 0
     _tenants: dict[str, TenantRecord] = field(init=False, repr=False, compare=False)
     _keys: dict[str, KeyRecord] = field(init=False, repr=False, compare=False)
 
@@ -133,6 +159,18 @@ class TenantDirectory:
             raise AlreadyExists(f"key {record.key_id} exists already", key_id=record.key_id)
         return replace(self, keys=(*self.keys, record))
 
+    def with_sites(self, tenant: str, sites: Iterable[str]) -> TenantDirectory:
+        """The tenant is served at these sites from now on. Raises NotFound, InvalidRequest."""
+        record = replace(self.tenant(tenant), sites=checked_sites(sites))
+        return replace(self, tenants=(*(t for t in self.tenants if t.tenant != tenant), record))
+
+    def at_site(self, site: str) -> TenantDirectory:
+        """What the site's own entry needs: its tenants, and their keys that are not revoked."""
+        tenants = tuple(t for t in self.tenants if t.is_served_at(site))
+        names = {t.tenant for t in tenants}
+        keys = tuple(k for k in self.keys if k.tenant in names and not k.revoked)
+        return replace(self, tenants=tenants, keys=keys)
+
     def with_revoked(self, key_id: str) -> TenantDirectory:
         """Revoke a key; again is fine. Raises NotFound."""
         record = self._keys.get(key_id)
@@ -144,7 +182,9 @@ class TenantDirectory:
         """For the registry's value store. Holds tenants' secrets and keys' hashes: not for everybody."""
         document = {
             "format": FORMAT,
-            "tenants": [{"tenant": t.tenant, "secret": _b64(t.secret)} for t in self.tenants],
+            "epoch": self.epoch,
+            "revision": self.revision,
+            "tenants": [{"tenant": t.tenant, "secret": _b64(t.secret), "sites": list(t.sites)} for t in self.tenants],
             "keys": [
                 {
                     "key_id": k.key_id,
@@ -169,6 +209,8 @@ class TenantDirectory:
             return cls(
                 tenants=tuple(_tenant_from(item) for item in document["tenants"]),
                 keys=tuple(_key_from(item) for item in document["keys"]),
+                epoch=str(document.get("epoch", "")),
+                revision=int(document.get("revision", 0)),
             )
         except PayloadCorrupt:
             raise
@@ -184,7 +226,8 @@ def role_from_name(name: str) -> AccessRole:
 
 def _tenant_from(item: dict[str, Any]) -> TenantRecord:
     check_name("tenant", item["tenant"])
-    return TenantRecord(tenant=item["tenant"], secret=_unb64(item["secret"], SECRET_BYTES))
+    sites = checked_sites(map(str, item.get("sites", EVERY_SITE)))  # before there was a list, every site served all
+    return TenantRecord(tenant=item["tenant"], secret=_unb64(item["secret"], SECRET_BYTES), sites=sites)
 
 
 def _key_from(item: dict[str, Any]) -> KeyRecord:

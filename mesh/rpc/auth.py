@@ -22,7 +22,7 @@ _TENANT = ("Inference/Generate", "Inference/Tokenize", "Inference/ListModels", "
 _OPERATOR = ("MeshView/GetSnapshot", "MeshView/WatchSnapshot", "MeshView/SetNodeRole", "MeshView/ListRequests")
 _ADMIN = (
     *(f"Policies/{rpc}" for rpc in ("Put", "Get", "List", "Delete", "Validate", "History")),
-    *(f"Tenants/{rpc}" for rpc in ("Create", "List", "IssueKey", "RevokeKey")),
+    *(f"Tenants/{rpc}" for rpc in ("Create", "List", "IssueKey", "RevokeKey", "SetSites")),
 )
 
 NEEDED_ROLE: Mapping[str, AccessRole | None] = MappingProxyType(

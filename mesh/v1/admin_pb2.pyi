@@ -119,12 +119,26 @@ class PolicyProblem(_message.Message):
     def __init__(self, line: _Optional[int] = ..., column: _Optional[int] = ..., path: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class CreateTenantRequest(_message.Message):
-    __slots__ = ("tenant",)
+    __slots__ = ("tenant", "sites")
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    SITES_FIELD_NUMBER: _ClassVar[int]
     tenant: str
-    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+    sites: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tenant: _Optional[str] = ..., sites: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CreateTenantResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetTenantSitesRequest(_message.Message):
+    __slots__ = ("tenant", "sites")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SITES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    sites: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tenant: _Optional[str] = ..., sites: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SetTenantSitesResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -139,12 +153,14 @@ class ListTenantsResponse(_message.Message):
     def __init__(self, tenants: _Optional[_Iterable[_Union[Tenant, _Mapping]]] = ...) -> None: ...
 
 class Tenant(_message.Message):
-    __slots__ = ("tenant", "keys")
+    __slots__ = ("tenant", "keys", "sites")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    SITES_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     keys: _containers.RepeatedCompositeFieldContainer[KeyInfo]
-    def __init__(self, tenant: _Optional[str] = ..., keys: _Optional[_Iterable[_Union[KeyInfo, _Mapping]]] = ...) -> None: ...
+    sites: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tenant: _Optional[str] = ..., keys: _Optional[_Iterable[_Union[KeyInfo, _Mapping]]] = ..., sites: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class KeyInfo(_message.Message):
     __slots__ = ("key_id", "role", "created_unix_s", "revoked")

@@ -346,6 +346,11 @@ class TenantsStub:
                 request_serializer=mesh_dot_v1_dot_admin__pb2.IssueKeyRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_admin__pb2.IssueKeyResponse.FromString,
                 _registered_method=True)
+        self.SetSites = channel.unary_unary(
+                '/mesh.v1.Tenants/SetSites',
+                request_serializer=mesh_dot_v1_dot_admin__pb2.SetTenantSitesRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_admin__pb2.SetTenantSitesResponse.FromString,
+                _registered_method=True)
         self.RevokeKey = channel.unary_unary(
                 '/mesh.v1.Tenants/RevokeKey',
                 request_serializer=mesh_dot_v1_dot_admin__pb2.RevokeKeyRequest.SerializeToString,
@@ -378,6 +383,13 @@ class TenantsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetSites(self, request, context):
+        """Say at which sites a tenant is served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RevokeKey(self, request, context):
         """Revoke a key.
         """
@@ -402,6 +414,11 @@ def add_TenantsServicer_to_server(servicer, server):
                     servicer.IssueKey,
                     request_deserializer=mesh_dot_v1_dot_admin__pb2.IssueKeyRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_admin__pb2.IssueKeyResponse.SerializeToString,
+            ),
+            'SetSites': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetSites,
+                    request_deserializer=mesh_dot_v1_dot_admin__pb2.SetTenantSitesRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_admin__pb2.SetTenantSitesResponse.SerializeToString,
             ),
             'RevokeKey': grpc.unary_unary_rpc_method_handler(
                     servicer.RevokeKey,
@@ -491,6 +508,33 @@ class Tenants:
             '/mesh.v1.Tenants/IssueKey',
             mesh_dot_v1_dot_admin__pb2.IssueKeyRequest.SerializeToString,
             mesh_dot_v1_dot_admin__pb2.IssueKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetSites(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mesh.v1.Tenants/SetSites',
+            mesh_dot_v1_dot_admin__pb2.SetTenantSitesRequest.SerializeToString,
+            mesh_dot_v1_dot_admin__pb2.SetTenantSitesResponse.FromString,
             options,
             channel_credentials,
             insecure,

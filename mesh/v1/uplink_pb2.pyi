@@ -145,16 +145,20 @@ class WorkResult(_message.Message):
     def __init__(self, work_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., kv_report: _Optional[_Union[_node_pb2.KvReport, _Mapping]] = ..., error_details: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SiteConfig(_message.Message):
-    __slots__ = ("version", "policies", "keys", "salts")
+    __slots__ = ("version", "policies", "keys", "salts", "epoch", "directory_revision")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     POLICIES_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SALTS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_REVISION_FIELD_NUMBER: _ClassVar[int]
     version: int
     policies: _containers.RepeatedCompositeFieldContainer[_admin_pb2.StoredPolicy]
     keys: _containers.RepeatedCompositeFieldContainer[TenantKeyHash]
     salts: _containers.RepeatedCompositeFieldContainer[TenantSalt]
-    def __init__(self, version: _Optional[int] = ..., policies: _Optional[_Iterable[_Union[_admin_pb2.StoredPolicy, _Mapping]]] = ..., keys: _Optional[_Iterable[_Union[TenantKeyHash, _Mapping]]] = ..., salts: _Optional[_Iterable[_Union[TenantSalt, _Mapping]]] = ...) -> None: ...
+    epoch: str
+    directory_revision: int
+    def __init__(self, version: _Optional[int] = ..., policies: _Optional[_Iterable[_Union[_admin_pb2.StoredPolicy, _Mapping]]] = ..., keys: _Optional[_Iterable[_Union[TenantKeyHash, _Mapping]]] = ..., salts: _Optional[_Iterable[_Union[TenantSalt, _Mapping]]] = ..., epoch: _Optional[str] = ..., directory_revision: _Optional[int] = ...) -> None: ...
 
 class TenantKeyHash(_message.Message):
     __slots__ = ("key_id", "tenant", "role", "hash")

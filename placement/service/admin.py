@@ -12,7 +12,7 @@ import grpc.aio
 from mesh.errors import InvalidRequest
 from mesh.identity.place import check_name
 from mesh.identity.principal import AccessRole
-from mesh.identity.tenants import TenantDirectory, issue_key, new_tenant, role_from_name
+from mesh.identity.tenants import TenantDirectory, checked_sites, issue_key, new_tenant, role_from_name
 from mesh.telemetry.log import get_logger
 from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import admin_pb2_grpc as admin_grpc
@@ -87,8 +87,8 @@ class TenantsServicer(admin_grpc.TenantsServicer):
     async def Create(
         self, request: admin.CreateTenantRequest, context: grpc.aio.ServicerContext
     ) -> admin.CreateTenantResponse:
-        tenant = new_tenant(request.tenant)
-        await self._record("tenant.create", {"tenant": request.tenant})
+        tenant = new_tenant(request.tenant, request.sites)
+        await self._record("tenant.create", {"tenant": request.tenant, "sites": " ".join(tenant.sites)})
         await self._store.change(lambda directory: directory.with_tenant(tenant))
         log.info("tenant_created", tenant=request.tenant)
         return admin.CreateTenantResponse()
@@ -98,6 +98,16 @@ class TenantsServicer(admin_grpc.TenantsServicer):
     ) -> admin.ListTenantsResponse:
         directory = self._store.directory
         return admin.ListTenantsResponse(tenants=[_tenant(directory, t.tenant) for t in directory.tenants])
+
+    async def SetSites(
+        self, request: admin.SetTenantSitesRequest, context: grpc.aio.ServicerContext
+    ) -> admin.SetTenantSitesResponse:
+        sites = checked_sites(request.sites)
+        self._store.directory.tenant(request.tenant)
+        await self._record("tenant.sites", {"tenant": request.tenant, "sites": " ".join(sites)})
+        await self._store.change(lambda directory: directory.with_sites(request.tenant, sites))
+        log.info("tenant_sites_set", tenant=request.tenant, sites=len(sites))
+        return admin.SetTenantSitesResponse()
 
     async def IssueKey(
         self, request: admin.IssueKeyRequest, context: grpc.aio.ServicerContext
@@ -143,4 +153,4 @@ def _tenant(directory: TenantDirectory, tenant: str) -> admin.Tenant:
         )
         for key in directory.keys_of(tenant)
     ]
-    return admin.Tenant(tenant=tenant, keys=keys)
+    return admin.Tenant(tenant=tenant, keys=keys, sites=directory.tenant(tenant).sites)

@@ -20,7 +20,7 @@ from mesh.identity.files import write_private
 from mesh.identity.place import Place, Role, Tier
 from mesh.identity.principal import AccessRole, Principal
 from mesh.identity.signing import NodeIdentity
-from mesh.identity.tenants import issue_key, new_tenant
+from mesh.identity.tenants import EVERY_SITE, issue_key, new_tenant
 from mesh.process import announce_ready, check_certificate, prepare_state_folder, raise_descriptor_limit, stop_signal
 from mesh.registry.open import EmbeddedSettings
 from mesh.registry.servicer import RegistryServicer
@@ -233,7 +233,7 @@ async def _bootstrap(bootstrap: Bootstrap, tenants: TenantStore) -> None:
     """The first tenant and its keys, once: nothing happens if the tenant is there."""
     if any(t.tenant == bootstrap.tenant for t in tenants.directory.tenants):
         return
-    record, now = new_tenant(bootstrap.tenant), int(time.time())
+    record, now = new_tenant(bootstrap.tenant, EVERY_SITE), int(time.time())
     api_key, tenant_record = issue_key(bootstrap.tenant, AccessRole.TENANT, created_unix_s=now)
     admin_key, admin_record = issue_key(bootstrap.tenant, AccessRole.ADMIN, created_unix_s=now)
     _write_keys(bootstrap.keys_file, api_key, admin_key)

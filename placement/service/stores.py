@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mesh.errors import MeshError, NotFound, PayloadCorrupt, RevisionMismatch
 from mesh.identity.tenants import TenantDirectory
@@ -26,6 +27,7 @@ log = get_logger(__name__)
 POLICY_PREFIX = "policies/"  # also what the registry lets core nodes read
 HISTORY_PREFIX = "policy_history/"
 KEPT_VERSIONS = 100
+EPOCH_BYTES = 8
 TENANTS_KEY = "tenants"
 _CAS_ATTEMPTS = 8
 OnChange = Callable[[], None]
@@ -206,7 +208,9 @@ class TenantStore:
         for _ in range(_CAS_ATTEMPTS):
             value = await self._registry.get(TENANTS_KEY)
             before = TenantDirectory() if value is None else TenantDirectory.from_json(value.value)
-            after = edit(before)
+            after = replace(
+                edit(before), revision=before.revision + 1, epoch=before.epoch or secrets.token_hex(EPOCH_BYTES)
+            )
             try:
                 await self._registry.put(
                     TENANTS_KEY, after.to_json(), expected_version=0 if value is None else value.version

@@ -74,7 +74,7 @@ class RunningMesh:
 
     async def tenant(self, name: str, policy: str | None = None) -> str:
         """A new tenant's key, known at every entry."""
-        await self.admin.create_tenant(name)
+        await self.admin.create_tenant(name, sites=("*",))
         key = (await self.admin.issue_key(name)).api_key
         if policy is not None:
             await self.admin.put_policy(name, policy)

@@ -146,8 +146,14 @@ class FakeTenants(admin_pb2_grpc.TenantsServicer):  # type: ignore[misc]
         self.tenants: dict[str, admin_pb2.Tenant] = {}
 
     async def Create(self, request: admin_pb2.CreateTenantRequest, context: Any) -> admin_pb2.CreateTenantResponse:
-        self.tenants[request.tenant] = admin_pb2.Tenant(tenant=request.tenant)
+        self.tenants[request.tenant] = admin_pb2.Tenant(tenant=request.tenant, sites=request.sites)
         return admin_pb2.CreateTenantResponse()
+
+    async def SetSites(
+        self, request: admin_pb2.SetTenantSitesRequest, context: Any
+    ) -> admin_pb2.SetTenantSitesResponse:
+        self.tenants[request.tenant].sites[:] = request.sites
+        return admin_pb2.SetTenantSitesResponse()
 
     async def List(self, request: Any, context: Any) -> admin_pb2.ListTenantsResponse:
         return admin_pb2.ListTenantsResponse(tenants=self.tenants.values())

@@ -130,3 +130,41 @@ def test_a_key_without_a_role_is_a_tenant_s(file: Path) -> None:
     site = SiteConfig(file)
     site.take(message(keys=[uplink_pb2.TenantKeyHash(key_id=RECORD.key_id, tenant="acme", hash=RECORD.hash)]))
     assert site.directory.authenticate(f"Bearer {KEY}").role is AccessRole.TENANT
+
+
+def policy(tenant: str, version: int, yaml: str = "version: 1") -> admin_pb2.StoredPolicy:
+    return admin_pb2.StoredPolicy(tenant=tenant, yaml=yaml, version=version, deleted=not yaml)
+
+
+def test_a_placement_that_lags_does_not_take_a_site_back(file: Path) -> None:
+    site = SiteConfig(file)
+    site.take(message(epoch="e", directory_revision=5))
+    lagging = message(epoch="e", directory_revision=4, policies=[policy("acme", 2)], keys=[])
+    for told in (lagging, message(epoch="e", directory_revision=5, policies=[])):
+        with capture_logs() as logs:
+            site.take(told)
+        assert "placement_lags" in {line["event"] for line in logs}
+        assert_in_force(site)
+    again = SiteConfig(file)
+    assert again.load()
+    assert_in_force(again)
+
+
+def test_what_is_newer_or_of_another_epoch_is_taken(file: Path) -> None:
+    site = SiteConfig(file)
+    site.take(message(epoch="e", directory_revision=5))
+    site.take(message(epoch="e", directory_revision=5, policies=[policy("acme", 4, "")]))  # deleted since
+    assert site.book.lookup("acme").version == 0
+    site.take(message(epoch="e", directory_revision=6, policies=[policy("acme", 4, "")]))
+    site.take(message(epoch="e", directory_revision=5, policies=[policy("acme", 3)]))
+    assert site.book.lookup("acme").version == 0
+    site.take(message(epoch="restored", directory_revision=1))
+    assert_in_force(site)
+
+
+def test_a_tenant_that_the_site_no_longer_serves_is_gone(file: Path) -> None:
+    site = SiteConfig(file)
+    site.take(message(epoch="e", directory_revision=5))
+    site.take(message(epoch="e", directory_revision=6, keys=[], salts=[], policies=[]))
+    assert_closed(site)
+    assert site.book.lookup("acme").version == 0

@@ -125,3 +125,28 @@ def test_salts_differ_in_every_part_and_boundary() -> None:
     assert {len(salt) for salt in salts} == {SALT_BYTES}
     # Pinned: a change of the derivation would orphan every cache of a mesh that is being upgraded.
     assert namespace_salt(secret, tenant="dev", label="internal", model="m").hex().startswith("927f54150570f641")
+
+
+def test_a_site_gets_its_own_tenants_and_their_keys_only() -> None:
+    directory = TenantDirectory()
+    for tenant, sites in (("acme", ["paris"]), ("everywhere", ["*"]), ("core", [])):
+        _, key = issue_key(tenant, AccessRole.TENANT, created_unix_s=1)
+        directory = directory.with_tenant(new_tenant(tenant, sites)).with_key(key)
+    assert [t.tenant for t in directory.at_site("paris").tenants] == ["acme", "everywhere"]
+    assert [k.tenant for k in directory.at_site("osaka").keys] == ["everywhere"]
+    moved = directory.with_sites("acme", ["osaka", "osaka"])
+    assert [t.tenant for t in moved.at_site("osaka").tenants] == ["acme", "everywhere"]
+    assert moved.tenant("acme").secret == directory.tenant("acme").secret
+    assert TenantDirectory.from_json(moved.to_json()) == moved
+
+
+def test_a_directory_from_before_sites_serves_everywhere() -> None:
+    old = json.loads(TenantDirectory(tenants=(new_tenant("acme"),)).to_json())
+    del old["tenants"][0]["sites"], old["epoch"], old["revision"]
+    assert TenantDirectory.from_json(json.dumps(old).encode()).tenant("acme").is_served_at("paris")
+
+
+@pytest.mark.parametrize("sites", [["*", "paris"], ["a/b"], [""], ["s" * 64], [f"s{i}" for i in range(1_001)]])
+def test_bad_sites_are_refused(sites: list[str]) -> None:
+    with pytest.raises(InvalidRequest):
+        new_tenant("acme", sites)

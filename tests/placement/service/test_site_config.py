@@ -15,7 +15,7 @@ from placement.service.process import _Mover
 from placement.service.site_config import SiteConfigSource
 from placement.service.stores import PolicyStore, TenantStore
 from tests.fakes.mesh import MemoryMesh, place_of, until
-from tests.mesh.rpc.uplink.harness import Mesh, mesh
+from tests.mesh.rpc.uplink.harness import Mesh, mesh, place
 from tests.placement.service.registries import MoodyRegistry
 
 
@@ -25,7 +25,16 @@ async def uplinks() -> AsyncIterator[Mesh]:
         yield made
 
 
-async def test_each_change_is_pushed_whole(registry: MoodyRegistry, uplinks: Mesh) -> None:
+CORE_ONLY = (
+    "version: 1\nrules: {"
+    + ", ".join(f"{label}: {{tiers: [core]}}" for label in ("public", "internal", "confidential", "restricted"))
+    + "}"
+)
+
+
+async def test_each_change_is_pushed_whole_and_only_to_sites_that_it_concerns(
+    registry: MoodyRegistry, uplinks: Mesh
+) -> None:
     source = SiteConfigSource()
     policies, tenants = PolicyStore(registry, source.changed), TenantStore(registry, source.changed)
     for store in (policies, tenants):
@@ -34,6 +43,7 @@ async def test_each_change_is_pushed_whole(registry: MoodyRegistry, uplinks: Mes
     source.attach(uplinks.hub, policies, tenants)
     told: list[uplink_pb2.SiteConfig] = []
     site = uplinks.site("edge-1")
+    site_place = place("edge-1")
 
     async def take(config: uplink_pb2.SiteConfig) -> None:
         told.append(config)
@@ -44,13 +54,22 @@ async def test_each_change_is_pushed_whole(registry: MoodyRegistry, uplinks: Mes
 
     kept, kept_record = issue_key("acme", AccessRole.TENANT, created_unix_s=1)
     _, gone = issue_key("acme", AccessRole.ADMIN, created_unix_s=1)
-    await tenants.change(lambda d: d.with_tenant(new_tenant("acme")).with_key(kept_record).with_key(gone))
+    served = new_tenant("acme", [site_place.site])
+    await tenants.change(lambda d: d.with_tenant(served).with_key(kept_record).with_key(gone))
     await tenants.change(lambda d: d.with_revoked(gone.key_id))
+    _, foreign = issue_key("foreign", AccessRole.TENANT, created_unix_s=1)
+    await tenants.change(lambda d: d.with_tenant(new_tenant("foreign", ["elsewhere"])).with_key(foreign))
     await policies.put("acme", "version: 1", None)
+    await policies.put("foreign", CORE_ONLY, None)
+    await policies.put("guest", "version: 1\nrules: {public: {tiers: [edge]}}", None)
     await policies.put("other", "version: 1", None)
     await policies.delete("other")
-    await until(lambda: told[-1].version >= 5 and [p.tenant for p in told[-1].policies] == ["acme"])
+    await until(lambda: any(p.deleted for p in told[-1].policies))
     last = told[-1]
+    assert [(p.tenant, p.deleted) for p in last.policies] == [("acme", False), ("guest", False), ("other", True)]
+    assert b"foreign" not in last.SerializeToString()
+    assert last.epoch
+    assert last.directory_revision == 3
     assert [(k.key_id, k.tenant, k.role) for k in last.keys] == [(kept_record.key_id, "acme", "tenant")]
     assert [(s.tenant, len(s.secret)) for s in last.salts] == [("acme", 32)]
     assert kept.split("_")[2].encode() not in last.SerializeToString()
