@@ -16,6 +16,9 @@ from core_node.engine.engine import CoreEngine
 from core_node.engine.settings import CoreEngineSettings
 from core_node.kvtc.twin import torch_maps
 from core_node.load_view import LoadView
+from mesh.audit.log import AUDIT_FOLDER, AuditLog
+from mesh.audit.servicer import AuditServicer
+from mesh.audit.witness import WitnessDesk
 from mesh.http.status_app import status_app
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
@@ -39,7 +42,7 @@ from mesh.settings import CoreSettings
 from mesh.systemd import told_ready
 from mesh.telemetry.log import configure_log
 from mesh.telemetry.metrics import Metrics
-from mesh.v1 import blobs_pb2_grpc, node_pb2_grpc
+from mesh.v1 import audit_pb2_grpc, blobs_pb2_grpc, node_pb2_grpc
 from placement.entry.mesh_view import ModelFacts
 from placement.entry.public import http_listener
 from placement.policy.book import BookGuard
@@ -80,7 +83,10 @@ async def serve(settings: CoreSettings) -> None:
         speeds = await engine.self_test()
 
         guard = BookGuard(lambda: policies.book)
-        host = NodeHost(engine, NodeIdentity(place, credentials), guard, place)
+        identity = NodeIdentity(place, credentials)
+        audit = await asyncio.to_thread(AuditLog, settings.state_folder / AUDIT_FOLDER, identity)
+        stack.push_async_callback(audit.close)
+        host = NodeHost(engine, identity, guard, place, legs=audit)
         host.set_role(settings.role)
         stack.push_async_callback(host.close)
         digest = await asyncio.to_thread(model_digest, settings.model.path)
@@ -108,6 +114,10 @@ async def serve(settings: CoreSettings) -> None:
             on_role=lambda role: membership.change(registration(role)),
         )
         node_pb2_grpc.add_NodeServicer_to_server(servicer, node.server)
+        desk = WitnessDesk(audit, credentials.ca_pem)
+        audit_pb2_grpc.add_AuditServicer_to_server(
+            AuditServicer(desk, lambda context: peer_place(context, mesh=place.mesh)), node.server
+        )
         blobs_pb2_grpc.add_BlobsServicer_to_server(
             BlobsServicer(model_shelf((settings.model,)), lambda context: peer_place(context, mesh=place.mesh)),
             node.server,

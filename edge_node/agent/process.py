@@ -105,7 +105,9 @@ async def serve(settings: EdgeSettings) -> None:
         models = (ModelFacts.of(info, digest, (*beside, *await asyncio.to_thread(artifacts.load))),)
 
         guard = BookGuard(lambda: site.book)
-        host = NodeHost(engine, identity, guard, place)
+        audit = await asyncio.to_thread(AuditLog, settings.state_folder / AUDIT_FOLDER, identity)
+        stack.push_async_callback(audit.close)
+        host = NodeHost(engine, identity, guard, place, legs=audit)
         stack.push_async_callback(host.close)
         placement = settings.placement
 
@@ -135,8 +137,6 @@ async def serve(settings: EdgeSettings) -> None:
         load = LoadWatch(host, settings.load_period_s, take_load)
         await load.start()
         stack.push_async_callback(load.close)
-        audit = await asyncio.to_thread(AuditLog, settings.state_folder / AUDIT_FOLDER, identity)
-        stack.push_async_callback(audit.close)
         metrics = Metrics(node_id=place.node_id, role=Role.EDGE.value)
         metrics.watch_host(host.statistics)
         metrics.watch_load(lambda: load.latest)

@@ -28,6 +28,7 @@ class EntryKind(Enum):
     START = "start"  # {"node": URI}: the first of a chain
     RECOVERED = "recovered"  # {"bytes": n}: a half-written line was cut off at start-up
     RECEIPT = "receipt"  # {"receipt": base64 of mesh.v1.Receipt}
+    LEG = "leg"  # {"record": signed leg of this node}: work that it did for an entry
     ADMIN = "admin"  # {"actor", "action", "target", ...}: who changed what
     HEAD = "head"  # {"record": signed head of this chain}
     WITNESS = "witness"  # {"record": signed head of another node's chain}

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mesh.audit.query import Filter, StayedAt, select, stayed_at
-from mesh.audit.verify import LogReport, verify_logs
+from mesh.audit.query import Filter, StayedAt, select, select_legs, stayed_at
+from mesh.audit.verify import LoggedLeg, LogReport, verify_logs
 from mesh.errors import InvalidRequest
 
 Folders = Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of audit logs, e.g. STATE/audit.")]
@@ -52,9 +52,12 @@ def register(app: typer.Typer) -> None:
         until: Annotated[str, typer.Option("--to", help="Up to (not including), e.g. 2026-12-01.")] = "",
         stayed: Annotated[str, typer.Option("--stayed-at", metavar="SITE", help="Prove that none left it.")] = "",
         entry_site: Annotated[str, typer.Option("--entry-site", help="Only of this site's entries.")] = "",
+        legs: Annotated[bool, typer.Option("--legs", help="What nodes kept of their own work, not receipts.")] = False,
         as_json: Json = False,
     ) -> None:
-        """List receipts; with --stayed-at prove that all of them stayed at a site (exit code 1 if not proven)."""
+        """List receipts, or with --legs the nodes' own records.
+
+        With --stayed-at prove that all of them stayed at a site (exit code 1 if not proven)."""
         wanted = Filter(
             tenant=tenant,
             labels=frozenset(label or ()),
@@ -70,6 +73,9 @@ def register(app: typer.Typer) -> None:
             answer = stayed_at(reports, wanted, stayed)
             _show_answer(answer, stayed, as_json=as_json)
             raise typer.Exit(0 if answer.proven else _NOT_PROVEN)
+        if legs:
+            _show_rows([_leg_row(report, leg) for report, leg in select_legs(reports, wanted)], as_json=as_json)
+            return
         rows = [_row(report, seq, receipt.body) for report, seq, receipt in select(reports, wanted)]
         _show_rows(rows, as_json=as_json)
 
@@ -104,6 +110,7 @@ def _report(report: LogReport) -> dict[str, Any]:
         "node": report.node,
         "entries": report.n_entries,
         "receipts": report.n_receipts,
+        "legs": len(report.legs),
         "signed_seq": report.signed_seq,
         "witnessed_seq": report.witnessed_seq,
         "problems": report.problems,
@@ -112,10 +119,10 @@ def _report(report: LogReport) -> dict[str, Any]:
 
 def _table(reports: list[LogReport]) -> Table:
     table = Table()
-    for column in ("node", "entries", "receipts", "signed up to", "witnessed up to", "problems"):
+    for column in ("node", "entries", "receipts", "legs", "signed up to", "witnessed up to", "problems"):
         table.add_column(column, justify="left" if column == "node" else "right")
     for r in reports:
-        numbers = (r.n_entries, r.n_receipts, r.signed_seq, r.witnessed_seq, len(r.problems))
+        numbers = (r.n_entries, r.n_receipts, len(r.legs), r.signed_seq, r.witnessed_seq, len(r.problems))
         table.add_row(r.node.rpartition("/")[2] or str(r.folder), *(f"{n:,}" if n >= 0 else "never" for n in numbers))
     return table
 
@@ -133,11 +140,21 @@ def _row(report: LogReport, seq: int, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _leg_row(report: LogReport, leg: LoggedLeg) -> dict[str, Any]:
+    names = ("request_id", "tenant", "label", "kind", "outcome", "prompt_tokens", "generated_tokens")
+    return {
+        "ended": datetime.fromtimestamp(leg.unix_s, UTC).isoformat(timespec="seconds"),
+        **{name: leg.body.get(name, "") for name in names},
+        "log": report.node,
+        "seq": leg.seq,
+    }
+
+
 def _show_rows(rows: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(*(rows[0] if rows else ("no receipts",)))
+    table = Table(*(rows[0] if rows else ("nothing found",)))
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console().print(table)

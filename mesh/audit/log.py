@@ -94,6 +94,10 @@ class AuditLog:
         raw = base64.b64encode(receipt.SerializeToString(deterministic=True)).decode()
         return await self.append(EntryKind.RECEIPT, {"receipt": raw})
 
+    async def append_leg(self, leg: SignedRecord) -> Head:
+        """Keep this node's own report of a leg. See `append`."""
+        return await self.append(EntryKind.LEG, {"record": record_to_json(leg)})
+
     async def check(self) -> None:
         """Raises Overloaded or Internal while nothing can be written; after a failure each call tries again."""
         if self._failed:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mesh.audit.verify import LogReport
+from mesh.audit.verify import LoggedLeg, LogReport
 from mesh.identity.receipt import VerifiedReceipt
 
 
@@ -38,6 +38,20 @@ class Filter:
             and (self.until_unix_s is None or ended_s < self.until_unix_s)
         )
 
+    def matches_leg(self, leg: LoggedLeg) -> bool:
+        """Whether a node's own record of a leg is asked for. Its label is the one that it was ordered under."""
+        body = leg.body
+        return (
+            self.tenant in ("", body["tenant"])
+            and (not self.labels or body["label"] in self.labels)
+            and self.site in ("", body.get("entry_site"))
+            and self.node in ("", leg.place.node_id)
+            and self.outcome in ("", body["outcome"])
+            and self.request_id in ("", body["request_id"])
+            and (self.since_unix_s is None or leg.unix_s >= self.since_unix_s)
+            and (self.until_unix_s is None or leg.unix_s < self.until_unix_s)
+        )
+
 
 def touched(receipt: VerifiedReceipt) -> Mapping[str, str]:
     """Node id -> site of all that had the prompt or KV of it: the entry, what it says of others, who signed legs."""
@@ -56,6 +70,14 @@ def select(reports: Iterable[LogReport], wanted: Filter) -> Iterator[tuple[LogRe
                 yield report, seq, receipt
 
 
+def select_legs(reports: Iterable[LogReport], wanted: Filter) -> Iterator[tuple[LogReport, LoggedLeg]]:
+    """Legs as the nodes that ran them kept them, with their log."""
+    for report in reports:
+        for leg in report.legs:
+            if wanted.matches_leg(leg):
+                yield report, leg
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StayedAt:
     """Answer to "did all of these stay at the site?". `left`: (log's node, entry, request id, node ids elsewhere).
@@ -72,14 +94,19 @@ class StayedAt:
 
 
 def stayed_at(reports: list[LogReport], wanted: Filter, site: str) -> StayedAt:
-    """Check every matching receipt, and whether the logs vouch for the time asked about: intact, begun before it
-    ends, and with a head that another node keeps from after its end (or, with no end given, of the last receipt)."""
+    """Check every matching receipt, every leg that a node elsewhere kept of a request without one, and whether the logs
+    vouch for the time asked about: intact, begun before it ends, and with a head that another node keeps from after its
+    end (or, with no end given, of the last receipt)."""
     left, n = [], 0
     for report, seq, receipt in select(reports, wanted):
         n += 1
         elsewhere = tuple(sorted(node for node, where in touched(receipt).items() if where != site))
         if elsewhere:
             left.append((report.node, seq, str(receipt.body["request_id"]), elsewhere))
+    known = {str(receipt.body["request_id"]) for report in reports for _, receipt in report.receipts}
+    for report, leg in select_legs(reports, wanted):
+        if leg.body["request_id"] not in known and leg.place.site != site:
+            left.append((report.node, leg.seq, leg.body["request_id"], (leg.place.node_id,)))
     unvouched = []
     for report in reports:
         unvouched += [f"{report.node}: {problem}" for problem in report.problems]

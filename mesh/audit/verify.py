@@ -7,18 +7,22 @@ cuts off its own tail, up to the last head that another node keeps (`witnessed_s
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from mesh.audit.chain import MAX_LINE_BYTES, Entry, EntryKind, Head, head_of_body, read_line
 from mesh.audit.log import record_from_json, segments
 from mesh.errors import InvalidRequest, MeshError, PayloadCorrupt
+from mesh.identity.place import Place
 from mesh.identity.receipt import VerifiedReceipt, verify_receipt
-from mesh.identity.signing import verify_record
+from mesh.identity.signing import canonical_json, verify_record
 from mesh.v1 import common_pb2 as common
 
 
@@ -31,7 +35,18 @@ class Witnessed:
     witness: str
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedLeg:
+    """A leg that a node kept in its own log. `digest`: SHA-256 of its signed body, hex, as receipts name it."""
+
+    seq: int
+    unix_s: float  # of the entry
+    body: dict[str, Any]
+    place: Place
+    digest: str
+
+
+@dataclass(kw_only=True)
 class LogReport:
     """One node's log. Times are those of entries; -1: none."""
 
@@ -49,6 +64,12 @@ class LogReport:
     times: list[float] = field(default_factory=list)  # by seq, Unix seconds
     witnessed: list[Witnessed] = field(default_factory=list)  # heads of others that this log keeps
     receipts: list[tuple[int, VerifiedReceipt]] = field(default_factory=list)  # seq, receipt
+    legs: list[LoggedLeg] = field(default_factory=list)  # of this node itself
+
+    @cached_property
+    def leg_digests(self) -> frozenset[str]:
+        """Of all legs; once the log has been read."""
+        return frozenset(leg.digest for leg in self.legs)
 
     @property
     def ok(self) -> bool:
@@ -66,6 +87,11 @@ def verify_logs(folders: Iterable[Path], ca_pem: bytes) -> list[LogReport]:
         for seen in witness.witnessed:
             for report in by_node.get(seen.node, ()):
                 _check_witness(report, seen)
+    for report in reports:
+        for seq, receipt in report.receipts:
+            for leg, place in receipt.legs:
+                for log in by_node.get(place.uri, ()):
+                    _check_leg(log, leg, f"entry {seq} of {report.node}")
     return reports
 
 
@@ -110,6 +136,8 @@ def _take(report: LogReport, entry: Entry, ca_pem: bytes) -> None:
             if verified.entry.uri != report.node:
                 raise PayloadCorrupt(f"a receipt of {verified.entry.uri} in the log of {report.node}")
             report.receipts.append((entry.seq, verified))
+        case EntryKind.LEG:
+            report.legs.append(_leg(report, entry, ca_pem))
         case EntryKind.HEAD:
             node, head, unix_s, signer = _head(entry, ca_pem)
             if (node, signer) != (report.node, report.node) or not _holds(report, head):
@@ -130,6 +158,25 @@ def _receipt(entry: Entry, ca_pem: bytes) -> VerifiedReceipt:
     except (KeyError, ValueError, TypeError, DecodeError) as exc:
         raise PayloadCorrupt("a receipt that cannot be read") from exc
     return verify_receipt(receipt, ca_pem, at_time=_time(entry))
+
+
+def _leg(report: LogReport, entry: Entry, ca_pem: bytes) -> LoggedLeg:
+    record = record_from_json(entry.payload.get("record"))
+    body, place = verify_record(record, ca_pem, at_time=_time(entry))
+    if place.uri != report.node or body.get("node") != place.node_id:
+        raise PayloadCorrupt(f"a leg of {place.uri} in the log of {report.node}")
+    if any(not isinstance(body.get(name), str) for name in ("request_id", "tenant", "label", "kind", "outcome")):
+        raise PayloadCorrupt("a leg without its fields")
+    digest = hashlib.sha256(record.body).hexdigest()
+    return LoggedLeg(seq=entry.seq, unix_s=entry.unix_s, body=body, place=place, digest=digest)
+
+
+def _check_leg(log: LogReport, leg: dict[str, Any], where: str) -> None:
+    """A leg that a receipt shows must be in the log of the node that signed it, if that node kept legs by then."""
+    if not log.legs or float(leg.get("ended_unix_s", 0.0)) < log.legs[0].unix_s:
+        return
+    if hashlib.sha256(canonical_json(leg)).hexdigest() not in log.leg_digests:
+        log.problems.append(f"a leg of {leg.get('request_id')} that {where} shows is not in this log: it was left out")
 
 
 def _head(entry: Entry, ca_pem: bytes) -> tuple[str, Head, float, str]:

@@ -27,10 +27,11 @@ class WitnessDesk:
             request.head.CopyFrom(record_to_wire(self._log.sign_head()))
         return request
 
-    async def answer(self, request: uplink_pb2.WitnessRequest) -> uplink_pb2.WitnessResponse:
-        """Keep the asker's head if it sent one, and tell our own if it has news for it. Raises what `keep` does."""
+    async def answer(self, request: uplink_pb2.WitnessRequest, *, of: str = "") -> uplink_pb2.WitnessResponse:
+        """Keep the asker's head if it sent one, and tell our own if it has news for it. `of`: who asks, if its
+        certificate said so. Raises what `keep` does."""
         if request.HasField("head"):
-            await self.keep(request.head)
+            await self.keep(request.head, of=of)
         kept = Head(chain=request.kept_chain, seq=request.kept_seq, digest="") if request.kept_chain else None
         response = uplink_pb2.WitnessResponse()
         if self._log.news_since(kept):

@@ -21,7 +21,7 @@ from mesh.node.host_frames import Dial, FrameStream, HostFrame
 from mesh.node.host_ledger import Phase
 from mesh.node.host_moves import Moves, MoveSettings
 from mesh.node.host_runs import HostRun
-from mesh.node.legs import Clock, Signer, sign_leg
+from mesh.node.legs import Clock, LegKeeper, Signer
 from mesh.node.port import (
     BorderGuard,
     KvOrder,
@@ -74,13 +74,15 @@ class NodeHost:
         place: Place,
         clock: Clock | None = None,
         settings: HostSettings | None = None,
+        legs: LegKeeper | None = None,
     ) -> None:
+        """`legs`: this node's own log of what it does; None: it keeps none."""
         if identity.place != place:
             raise InvalidRequest(f"the identity is of {identity.place.uri}, not of {place.uri}", field="place")
         settings = settings or HostSettings()
         self._engine = engine
         self._place = place
-        self._desk = Desk(engine, identity, guard, clock or Clock(), hold_timeout_s=settings.hold_timeout_s)
+        self._desk = Desk(engine, identity, guard, clock or Clock(), hold_timeout_s=settings.hold_timeout_s, legs=legs)
         self._moves = Moves(
             self._desk,
             MoveSettings(
@@ -148,6 +150,7 @@ class NodeHost:
         Raises PolicyDenied, Draining, UnknownModel, InvalidRequest, AlreadyExists, NotFound and StalePlan (of the
         hold), KvIncompatible (the hold's KV is of other tokens), Expired, Cancelled, and what the engine raises."""
         try:
+            await self._desk.check_log()
             run = self._desk.start(order)
         except MeshError as exc:
             self._desk.counters.run_failed(exc)
@@ -155,21 +158,21 @@ class NodeHost:
         try:
             async with aclosing(run.events()) as events:
                 async for event in events:
-                    yield self._port_event(run, event)
+                    yield await self._port_event(run, event)
         finally:
             await self._desk.stop(run)
 
-    def _port_event(self, run: HostRun, event: RunEvent) -> PortEvent:
+    async def _port_event(self, run: HostRun, event: RunEvent) -> PortEvent:
         match event:
             case Prefilled():
                 return PortPrefilled(tokens=event.tokens, cached_tokens=event.cached)
             case Tokens():
                 return PortTokens(event.ids, event.logprobs)
             case Finished():
-                leg = sign_leg(run.leg(event), self._desk.identity)
+                leg = await self._desk.report(run, event)
                 return PortFinished(reason=event.reason, stop_string=event.stop_string, leg=leg)
             case Held():
-                return PortHeld(kv_tokens=event.kv_tokens, leg=sign_leg(run.leg(event), self._desk.identity))
+                return PortHeld(kv_tokens=event.kv_tokens, leg=await self._desk.report(run, event))
 
     def entry_site_of(self, run_id: RunId) -> str:
         """Site of the entry that ordered a run, import or hold; empty if there is no such thing, or no site."""

@@ -9,13 +9,14 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from mesh.errors import Draining
-from mesh.node.engine import Engine, RunId
+from mesh.errors import Draining, MeshError
+from mesh.identity.signing import SignedRecord
+from mesh.node.engine import Engine, Finished, Held, RunId
 from mesh.node.host_checks import check_run
 from mesh.node.host_counters import Counters
 from mesh.node.host_ledger import Ledger, Phase
 from mesh.node.host_runs import HostRun, let_go
-from mesh.node.legs import Clock, Signer
+from mesh.node.legs import Clock, LegKeeper, Signer, sign_leg
 from mesh.node.port import BorderGuard, RunOrder
 from mesh.node.serving_role import ServingRole, check_run_role
 from mesh.telemetry.log import get_logger
@@ -27,8 +28,16 @@ class Desk:
     """Owned by the NodeHost; on the event loop only."""
 
     def __init__(
-        self, engine: Engine, identity: Signer, guard: BorderGuard, clock: Clock, *, hold_timeout_s: float
+        self,
+        engine: Engine,
+        identity: Signer,
+        guard: BorderGuard,
+        clock: Clock,
+        *,
+        hold_timeout_s: float,
+        legs: LegKeeper | None = None,
     ) -> None:
+        self._legs = legs
         self.engine = engine
         self.identity = identity
         self.guard = guard
@@ -73,6 +82,27 @@ class Desk:
         self.change()
         return run
 
+    async def check_log(self) -> None:
+        """Raise while this node could not keep the leg of a run."""
+        if self._legs is not None:
+            await self._legs.check()
+
+    async def report(self, run: HostRun, end: Finished | Held | None) -> SignedRecord:
+        """The run's signed leg, which is in this node's log then, if it has one. Raises what keeping it raises."""
+        record = sign_leg(run.leg(end), self.identity)
+        if self._legs is not None:
+            await self._legs.append_leg(record)
+        run.reported = True
+        return record
+
+    async def _report_rest(self, run: HostRun) -> None:
+        """A run that ended without a word saw its prompt all the same."""
+        try:
+            held = run.entry.phase is Phase.HELD
+            await self.report(run, Held(run.entry.kv_tokens) if held else None)
+        except MeshError as error:
+            log.error("leg_not_kept", run_id=run.order.run_id, reason=error.reason, error=error.message)
+
     def run_of(self, run_id: RunId) -> HostRun | None:
         """The run of this name, if it is one and not a hold."""
         run = self._runs.get(run_id)
@@ -83,6 +113,9 @@ class Desk:
         await run.cancel()
         if self._runs.get(run.order.run_id) is run:
             del self._runs[run.order.run_id]
+        if self._legs is not None and not run.reported:
+            run.reported = True
+            self._chore(self._report_rest(run))
         self.change()
 
     async def release(self, run_id: RunId) -> None:

@@ -258,7 +258,7 @@ class Moves:
             run = self._desk.start(prefill)
             self._desk.ledger.pin(run.entry)
             try:
-                yield PrefillSource(run, self._desk.identity)
+                yield PrefillSource(run, self._desk.report)
                 await self._desk.free(run.entry.run_id)  # it was computed for this transfer alone
             finally:
                 self._desk.ledger.unpin(run.entry)

@@ -39,6 +39,7 @@ class HostRun:
     ) -> None:
         self.order = order
         self.entry = entry
+        self.reported = False  # its leg was signed and, where there is a log, kept
         self._engine = engine
         self._ledger = ledger
         self._counters = counters
@@ -87,9 +88,12 @@ class HostRun:
         await asyncio.wait((self._task,))
         await self._fail(Cancelled(f"run {self.order.run_id!r} was cancelled"))  # if it had not even started
 
-    def leg(self, end: Finished | Held) -> Leg:
-        """The report, once it has ended."""
-        outcome = LegOutcome.HELD if isinstance(end, Held) else LegOutcome(end.reason.value)
+    def leg(self, end: Finished | Held | None) -> Leg:
+        """The report, once it has ended; None: it failed or was cancelled."""
+        if end is None:
+            outcome = LegOutcome.FAILED
+        else:
+            outcome = LegOutcome.HELD if isinstance(end, Held) else LegOutcome(end.reason.value)
         if self.order.prefill_only:
             kind = LegKind.PREFILL
         else:
@@ -106,7 +110,7 @@ class HostRun:
             kv_in_bytes=self._claimed.kv_in_bytes if self._claimed is not None else 0,
             kv_out_bytes=self.entry.kv_out_bytes,
             started_unix_s=self._started_unix_s,
-            ended_unix_s=self._ended_unix_s,
+            ended_unix_s=self._ended_unix_s or self._clock.unix_s(),
         )
 
     async def _pump(self) -> None:

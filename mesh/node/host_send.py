@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from mesh.errors import InvalidRequest, NotFound
+from mesh.identity.signing import SignedRecord
 from mesh.kv.chunks import chunk_ranges, digest_of
 from mesh.kv.codecs import Codec, codec_named
 from mesh.kv.manifest import KvManifest, check_receiver, chosen_codec, make_manifest
@@ -65,11 +66,12 @@ class _Outgoing:
                 last = ready.last
                 for _, stop in chunk_ranges(sender.position, ready.stop):
                     await self._ship(source.entry, codec, stop)
-            await self._link.send(sender.commit(source.leg()))
+            leg = await source.leg()
+            await self._link.send(sender.commit(leg))
             await self.inbox.reached(State.DONE)
-            return self._report(source, codec.name)
+            return self._report(leg, codec.name)
 
-    def _report(self, source: Source, codec: str) -> KvReport:
+    def _report(self, leg: SignedRecord | None, codec: str) -> KvReport:
         sender = self._sender
         return make_report(
             self._order,
@@ -79,7 +81,7 @@ class _Outgoing:
             wire_bytes=sender.wire_bytes,
             duration_s=self._elapsed_s(),
             first_chunk_s=self._first_chunk_s,
-            leg=source.leg(),
+            leg=leg,
             own_tokens=self._order.own_tokens if sender.first_wanted == self._order.own_tokens else 0,
         )
 

@@ -6,6 +6,7 @@ and a run that decodes on while it is shipped and is paused when the rest is sho
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,9 @@ from mesh.kv.precopy import Precopy
 from mesh.node.engine import Engine, Held
 from mesh.node.host_ledger import Entry, Phase
 from mesh.node.host_runs import HostRun
-from mesh.node.legs import Signer, sign_leg
+
+Report = Callable[[HostRun, Held], Awaitable[SignedRecord]]
+"""Signs the leg of a run that became a hold, and keeps it in this node's log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class Source(Protocol):
         ended the run, or StalePlan if it finished before it could move."""
         ...
 
-    def leg(self) -> SignedRecord | None:
-        """The signed report of what was computed for this transfer, at its end."""
+    async def leg(self) -> SignedRecord | None:
+        """The signed report of what was computed for this transfer, at its end. Raises if it cannot be kept."""
         ...
 
 
@@ -56,7 +59,7 @@ class HeldSource:
     async def next(self, position: int) -> Ready:
         return Ready(max(position, self.count_tokens), last=True)
 
-    def leg(self) -> SignedRecord | None:
+    async def leg(self) -> SignedRecord | None:
         return None
 
 
@@ -65,11 +68,11 @@ class PrefillSource:
 
     settles: bool = False
 
-    def __init__(self, run: HostRun, signer: Signer) -> None:
+    def __init__(self, run: HostRun, report: Report) -> None:
         self.entry = run.entry
         self.count_tokens = len(run.order.token_ids)
         self._run = run
-        self._signer = signer
+        self._report = report
         self._leg: SignedRecord | None = None
 
     async def next(self, position: int) -> Ready:
@@ -80,9 +83,9 @@ class PrefillSource:
             return Ready(entry.kv_tokens, last=False)
         return Ready(max(position, _held_tokens(entry)), last=True)
 
-    def leg(self) -> SignedRecord | None:
+    async def leg(self) -> SignedRecord | None:
         if self._leg is None:
-            self._leg = sign_leg(self._run.leg(Held(self.entry.kv_tokens)), self._signer)
+            self._leg = await self._report(self._run, Held(self.entry.kv_tokens))
         return self._leg
 
 
@@ -108,7 +111,7 @@ class MovingSource:
             await self._pause()
         return Ready(max(position, _held_tokens(self.entry)), last=True)
 
-    def leg(self) -> SignedRecord | None:
+    async def leg(self) -> SignedRecord | None:
         return None  # the run's own stream carries it
 
     async def _pause(self) -> None:

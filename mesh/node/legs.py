@@ -43,12 +43,25 @@ class LegKind(Enum):
     DECODE = "decode"  # went on from KV that was there
 
 
+class LegKeeper(Protocol):
+    """Where a node keeps its own legs for the audit: mesh.audit.log."""
+
+    async def append_leg(self, leg: SignedRecord) -> object:
+        """Returns once it is kept. Raises MeshError if it is not."""
+        ...
+
+    async def check(self) -> None:
+        """Raises MeshError while legs cannot be kept, so that no work is taken that could leave none."""
+        ...
+
+
 class LegOutcome(Enum):
-    """How a leg ended; legs that fail are not reported, their requests are."""
+    """How a leg ended. One that failed or was cancelled is kept by its node and not reported to the entry."""
 
     STOP = "stop"
     LENGTH = "length"
     HELD = "held"
+    FAILED = "failed"  # or was cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +98,7 @@ def sign_leg(leg: Leg, signer: Signer) -> SignedRecord:
             "model": leg.context.model,
             "tenant": leg.context.tenant,
             "label": leg.context.label,
+            "entry_site": leg.context.entry_site,
             "policy_version": leg.context.policy_version,
             "prompt_tokens": leg.prompt_tokens,
             "generated_tokens": leg.generated_tokens,

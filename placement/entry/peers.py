@@ -231,6 +231,10 @@ class Peers:
     def link(self, node_id: str) -> PeerLink | None:
         return self._links.get(node_id)
 
+    def reachable(self) -> tuple[PeerLink, ...]:
+        """Links that answered last."""
+        return tuple(link for link in self._links.values() if link.facts.reachable)
+
     def port(self, node_id: str) -> GrpcPort:
         """Raises NodeUnreachable if the node is not known here; one that does not answer says so when it is used."""
         link = self._links.get(node_id)

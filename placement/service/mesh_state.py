@@ -26,6 +26,7 @@ from placement.entry.mesh_view import IDLE, NodeFacts, NodeState, models_from_wi
 from placement.entry.peers import Dial, Peers
 from placement.entry.snapshot_table import SnapshotTable
 from placement.service.registrations import from_registration, role_of, to_registration
+from placement.service.witnesses import Dialled
 
 log = get_logger(__name__)
 _NEVER_S = 1e9  # age of a load that was never heard
@@ -117,6 +118,10 @@ class MeshState:
         before = await link.set_role(role)
         log.info("node_role_set", node=node_id, role=role.value, before=before.value)
         return before
+
+    def dialled(self) -> tuple[Dialled, ...]:
+        """Nodes that this service dials and that answer."""
+        return tuple(Dialled(link.peer.place, link.channel) for link in self._peers.reachable())
 
     def nodes(self) -> tuple[NodeFacts, ...]:
         """All known nodes, each with the age of its figures."""

@@ -63,7 +63,7 @@ from placement.service.registry_choice import choose_registry
 from placement.service.request_list import requests_of_sites
 from placement.service.site_config import SiteConfigSource
 from placement.service.stores import PolicyStore, TenantStore
-from placement.service.witnesses import Witnesses, admin_recorder
+from placement.service.witnesses import Circle, Witnesses, admin_recorder
 
 log = get_logger(__name__)
 _GRPC_GRACE_S = 1.0
@@ -155,7 +155,7 @@ async def serve(settings: PlacementSettings) -> None:
         for listener in (node, public, health):
             await listener.server.start()
             stack.push_async_callback(listener.server.stop, _GRPC_GRACE_S)
-        witnesses = Witnesses(audit, hub, credentials.ca_pem)
+        witnesses = Witnesses(audit, Circle(hub, state.dialled), credentials.ca_pem)
         witnesses.start()
         stack.push_async_callback(witnesses.close)
         stack.callback(hub.close)  # before the servers stop: agents are told, instead of cut off

@@ -1,11 +1,14 @@
-"""Placement's audit log and those of the attached sites vouch for one another: every so often heads are exchanged."""
+"""Placement's audit log and those of attached sites and dialled nodes vouch for one another: heads are exchanged."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+import grpc.aio
 
 from mesh.audit.chain import EntryKind, Head
 from mesh.audit.log import AuditLog
@@ -13,8 +16,9 @@ from mesh.audit.witness import WitnessDesk
 from mesh.errors import MeshError
 from mesh.identity.place import Place
 from mesh.rpc.auth import current_principal
+from mesh.rpc.errors import translate_rpc_errors
 from mesh.telemetry.log import get_logger
-from mesh.v1 import uplink_pb2
+from mesh.v1 import audit_pb2_grpc, uplink_pb2
 
 log = get_logger(__name__)
 PERIOD_S = 30.0
@@ -36,6 +40,34 @@ class Hub(Protocol):
     async def command(
         self, node_id: str, command: uplink_pb2.Command, *, timeout_s: float
     ) -> uplink_pb2.CommandResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dialled:
+    """A node that can be dialled, and the channel to it."""
+
+    place: Place
+    channel: grpc.aio.Channel
+
+
+class Circle:
+    """Attached sites, asked over their uplink, and nodes that are dialled: one Hub."""
+
+    def __init__(self, hub: Hub, dialled: Callable[[], Sequence[Dialled]]) -> None:
+        self._hub = hub
+        self._dialled = dialled
+
+    def attached(self) -> tuple[Attached, ...]:
+        return (*self._hub.attached(), *self._dialled())
+
+    async def command(self, node_id: str, command: uplink_pb2.Command, *, timeout_s: float) -> uplink_pb2.CommandResult:
+        """See UplinkHub.command; of a dialled node `witness` only."""
+        found = next((each for each in self._dialled() if each.place.node_id == node_id), None)
+        if found is None:
+            return await self._hub.command(node_id, command, timeout_s=timeout_s)
+        with translate_rpc_errors(node_id):
+            answer = await audit_pb2_grpc.AuditStub(found.channel).Witness(command.witness, timeout=timeout_s)
+        return uplink_pb2.CommandResult(witness=answer)
 
 
 class Witnesses:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from mesh.audit.query import Filter, stayed_at
 from mesh.audit.verify import verify_log, verify_logs
 from mesh.errors import InvalidRequest
 from mesh.identity.ca import CertificateAuthority
-from mesh.identity.signing import NodeIdentity
+from mesh.identity.receipt import record_to_wire
+from mesh.identity.signing import NodeIdentity, SignedRecord
+from mesh.v1 import common_pb2 as common
 from tests.mesh.audit.conftest import receipt_of
 
 NodeOf = Callable[..., NodeIdentity]
@@ -156,3 +160,75 @@ async def test_the_command(node: NodeOf, log_of: LogOf, authority: CertificateAu
 def test_a_folder_without_a_log_is_an_error(tmp_path: Path, authority: CertificateAuthority) -> None:
     with pytest.raises(InvalidRequest, match="no audit log"):
         verify_log(tmp_path, authority.ca_pem)
+
+
+def leg_of(
+    node: NodeIdentity, request_id: str = "r", label: str = "restricted", ended_unix_s: float = 0.0
+) -> SignedRecord:
+    body = {"request_id": request_id, "node": node.place.node_id, "kind": "run", "tenant": "acme", "label": label}
+    return node.sign(body | {"outcome": "stop", "entry_site": "paris", "ended_unix_s": ended_unix_s or time.time()})
+
+
+def receipt_with(entry: NodeIdentity, leg: SignedRecord, request_id: str = "r") -> common.Receipt:
+    """A receipt of the entry that shows this very leg."""
+    made = receipt_of(entry, request_id=request_id)
+    body = json.loads(made.record.body) | {"legs": [hashlib.sha256(leg.body).hexdigest()]}
+    return common.Receipt(record=record_to_wire(entry.sign(body)), legs=[record_to_wire(leg)])
+
+
+async def test_a_leg_that_a_node_left_out_of_its_own_log_is_found(
+    node: NodeOf, log_of: LogOf, authority: CertificateAuthority
+) -> None:
+    paris, core = node("paris"), node("core-1", "dc1")
+    entry, own = log_of(paris), log_of(core)
+    await own.append_leg(leg_of(core, "r0"))
+    kept, left_out = leg_of(core, "r1"), leg_of(core, "r2")
+    await own.append_leg(kept)
+    await entry.append_receipt(receipt_with(paris, kept, "r1"))
+    reports = verify_logs([entry._folder, own._folder], authority.ca_pem)
+    assert [r.problems for r in reports] == [[], []]
+    assert [leg.body["request_id"] for leg in reports[1].legs] == ["r0", "r1"]
+    await entry.append_receipt(receipt_with(paris, left_out, "r2"))
+    problems = verify_logs([entry._folder, own._folder], authority.ca_pem)[1].problems
+    assert len(problems) == 1
+    assert "left out" in problems[0]
+
+
+async def test_work_that_left_a_site_without_a_receipt_is_found_in_the_nodes_log(
+    node: NodeOf, log_of: LogOf, authority: CertificateAuthority
+) -> None:
+    paris, core = node("paris"), node("core-1", "dc1")
+    entry, own = log_of(paris), log_of(core)
+    await entry.append_receipt(receipt_of(paris, paris, request_id="r1"))
+    await own.append_leg(leg_of(core, "r2"))
+    await own.append_leg(leg_of(core, "r3", label="public"))
+    reports = verify_logs([entry._folder, own._folder], authority.ca_pem)
+    answer = stayed_at(reports, RESTRICTED, "paris")
+    assert answer.left == ((core.place.uri, 1, "r2", ("core-1",)),)
+    assert not answer.proven
+
+
+async def test_a_leg_of_another_node_or_without_fields_is_a_problem(
+    node: NodeOf, log_of: LogOf, authority: CertificateAuthority
+) -> None:
+    paris, core = node("paris"), node("core-1", "dc1")
+    log = log_of(core)
+    await log.append_leg(leg_of(paris))
+    await log.append_leg(core.sign({"node": "core-1"}))
+    report = verify_log(log._folder, authority.ca_pem)
+    assert len(report.problems) == 2
+    assert report.legs == []
+
+
+async def test_legs_are_listed(node: NodeOf, log_of: LogOf, authority: CertificateAuthority, tmp_path: Path) -> None:
+    core = node("core-1", "dc1")
+    log = log_of(core)
+    await log.append_leg(leg_of(core, "r2"))
+    (tmp_path / "ca.pem").write_bytes(authority.ca_pem)
+    app = typer.Typer()
+    register(app)
+    shown = CliRunner().invoke(
+        app, ["audit", "query", str(log._folder), "--ca", str(tmp_path / "ca.pem"), "--legs", "--json"]
+    )
+    (row,) = json.loads(shown.stdout)
+    assert (row["request_id"], row["tenant"], row["kind"]) == ("r2", "acme", "run")

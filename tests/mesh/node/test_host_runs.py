@@ -88,6 +88,7 @@ async def test_a_run_and_its_signed_leg(host: NodeHost) -> None:
     assert body == {
         "format": 1, "request_id": "req-1", "run_id": "r", "node": "core-1", "place": CORE.uri, "kind": "run",
         "model": "toy", "tenant": "acme", "label": "internal", "policy_version": 3, "prompt_tokens": 40,
+        "entry_site": "",
         "generated_tokens": 5, "cached_tokens": 0, "kv_tokens": 44, "kv_in_bytes": 0, "kv_out_bytes": 0,
         "outcome": "length",
     }  # fmt: skip
