@@ -53,7 +53,7 @@ Tenant = Annotated[str, typer.Option(metavar="TENANT", help="Tenant.")]
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="Tenant.")]
 TenantSites = Annotated[
     list[str] | None,
-    typer.Option("--site", metavar="SITE", help="Its own entry serves the tenant; may repeat; *: every one."),
+    typer.Option("--at", metavar="SITE", help="Its own entry serves the tenant; may repeat; *: every one."),
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="YAML policy; - reads standard input.")]
 
@@ -210,28 +210,27 @@ def move(
     )
 
 
-def tenant_create(
-    connection: Connection, tenant: TenantName, site: TenantSites = None, as_json: AsJson = False
-) -> None:
-    """Add a tenant. Without --site the placement services serve it, and no site's own entry."""
+def tenant_create(connection: Connection, tenant: TenantName, at: TenantSites = None, as_json: AsJson = False) -> None:
+    """Add a tenant. Without --at the placement services serve it, and no site's own entry."""
     with connection.open() as mesh:
-        mesh.create_tenant(tenant, sites=site or ())
+        mesh.create_tenant(tenant, sites=at or ())
     if as_json:
-        print_json({"tenant": tenant, "sites": site or []})
+        print_json({"tenant": tenant, "sites": at or []})
         return
     _out.print(f"tenant {tenant} added; `kvmesh tenant key issue {tenant}` gives it a key")
-    if not site:
-        _notes.print(f"no site serves it: `kvmesh tenant sites {tenant} --site NAME` changes that", style="dim")
+    if not at:
+        _notes.print(f"no site serves it: `kvmesh tenant sites {tenant} --at SITE` changes that", style="dim")
 
 
-def tenant_sites(connection: Connection, tenant: TenantName, site: TenantSites = None, as_json: AsJson = False) -> None:
+def tenant_sites(connection: Connection, tenant: TenantName, at: TenantSites = None, as_json: AsJson = False) -> None:
     """Say which sites serve a tenant; the others get neither its keys nor its secret. Replaces what was said before."""
     with connection.open() as mesh:
-        mesh.set_tenant_sites(tenant, site or ())
+        mesh.set_tenant_sites(tenant, at or ())
     if as_json:
-        print_json({"tenant": tenant, "sites": site or []})
+        print_json({"tenant": tenant, "sites": at or []})
         return
-    _out.print(f"{tenant} is served at {', '.join(site) if site else 'no site'}, and by the placement services")
+    where = ", ".join(at) if at else "no site"
+    _out.print(f"{tenant} is served at {where}, and by the placement services")
 
 
 def tenant_list(connection: Connection, as_json: AsJson = False) -> None:
