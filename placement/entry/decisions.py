@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mesh.errors import InvalidRequest, NoNodeNow, NotFound, PolicyDenied
 from mesh.identity.place import Place, Tier
@@ -25,6 +25,8 @@ from placement.decide.relocate import Pressure, is_relief
 from placement.decide.settings import DEFAULTS, DecideSettings
 from placement.decide.types import PlacementRequest, Plan, PlanShape, Refusal, Snapshot, Wish
 from placement.detect.guard import Guard
+from placement.entry.copies import Copier
+from placement.entry.in_flight import InFlight
 from placement.entry.intake import Accepted, ServedModel, accept
 from placement.entry.learned import CodecSavings, PrefixMemory, cached_column
 from placement.entry.orders import Work, needs_relay
@@ -48,6 +50,8 @@ class FrontDoorDeps:
     salt: Callable[[str, str, str], bytes]
     metrics: Metrics
     receipts: ReceiptKeeper
+    copier: Copier | None = None  # the other entries, if there are any
+    in_flight: InFlight = field(default_factory=InFlight)
     settings: DecideSettings = DEFAULTS
 
 
@@ -60,6 +64,7 @@ class Decisions:
         self._guard = Guard()
         self._prefixes = PrefixMemory()
         self._savings = CodecSavings()
+        self._in_flight = deps.in_flight
 
     @property
     def _own(self) -> Place:
@@ -97,7 +102,11 @@ class Decisions:
         tokens = self._prefixes.tokens(self._blocks(accepted, accepted.token_ids), time.monotonic())
         codecs = None if snapshot.codecs is None else self._savings.applied(snapshot.codecs)
         cached = cached_column([place.node_id for place in snapshot.places], tokens)
-        return replace(snapshot, codecs=codecs, cached_tokens=cached)
+        return replace(self._in_flight.applied(snapshot, time.monotonic()), codecs=codecs, cached_tokens=cached)
+
+    def sent(self, plan: Plan, prompt_tokens: int) -> None:
+        """A request starts along its plan."""
+        self._in_flight.decided(plan.choice.prefill.node_id, prompt_tokens, time.monotonic())
 
     def kv_at(self, node_id: str, accepted: Accepted, token_ids: tuple[int, ...]) -> None:
         """A leg ended at this node, which has KV of these tokens."""
@@ -113,6 +122,12 @@ class Decisions:
         except PolicyDenied:  # no namespace, so nothing of it is cached anywhere
             return []
         return block_hashes(accepted.model.description.geometry.layout_hash, salt, token_ids)
+
+    def may_copy_to(self, accepted: Accepted, place: Place) -> bool:
+        """Whether policy lets a copy of the prompt and of the answer be at another entry."""
+        policy = self._deps.policies().lookup(accepted.principal.tenant).policy
+        label = accepted.placement.label
+        return policy.allows(label, place, entry_site=self._own.site, kind=DataKind.PROMPT) is not None
 
     def work(self, request_id: str, accepted: Accepted, plan: Plan) -> Work:
         """What all orders of the request have in common. Raises PolicyDenied without a cache namespace."""

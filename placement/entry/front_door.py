@@ -11,20 +11,24 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 
-from mesh.errors import Draining, InvalidRequest, MeshError, NotFound, Overloaded
+from mesh.errors import Draining, InvalidRequest, MeshError, NodeUnreachable, NotFound, Overloaded
+from mesh.identity.place import Place
 from mesh.identity.principal import AccessRole, Principal
+from mesh.process import background
 from mesh.telemetry.log import get_logger, log_context
 from mesh.telemetry.metrics import Shape
 from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import inference_pb2 as pb
+from mesh.v1 import sibling_pb2
 from placement.decide.moves import Tactic
 from placement.decide.relocate import Pressure
 from placement.decide.types import Plan
+from placement.entry.copies import KEEP_S, MOST_COPIES, Copy
 from placement.entry.decisions import Decisions, FrontDoorDeps, tactic_of
 from placement.entry.intake import Accepted, ServedModel, encode_prompt, pick_model
-from placement.entry.live_request import LiveRequest
+from placement.entry.live_request import LiveRequest, TakenOver
 from placement.entry.orders import Work
 from placement.entry.request_log import RequestLog, RequestStream
 from placement.entry.runner_types import EmitMigration, MoveCause
@@ -47,6 +51,8 @@ class FrontDoor:
         self._producers: dict[str, asyncio.Task[None]] = {}
         self._alone: dict[str, asyncio.TimerHandle] = {}  # requests whose client is away, longest away first
         self._draining = False
+        self._copies: dict[str, Copy] = {}  # requests of other entries, by their id there
+        self._read_elsewhere: set[str] = set()  # requests of this entry that a client follows at another one
 
     @property
     def running(self) -> int:
@@ -69,17 +75,22 @@ class FrontDoor:
         stream = await self._open(principal, request)
         stream.readers += 1
         self._client_is_back(stream.request_id)
+        self._tell_followed(stream, True)
         try:
             async for response in stream.read(request.resume_offset_tokens):
                 yield response
         finally:
             stream.readers -= 1
             if not stream.readers and not stream.ended:
+                self._tell_followed(stream, False)
                 self._client_left(stream)
 
     async def _open(self, principal: Principal, request: pb.GenerateRequest) -> RequestStream:
         known = self._known(principal, request)
         if known is not None:
+            copy = self._copies.get(known.request_id)
+            if copy is not None and copy.orphan:
+                await self._take_over(copy, principal)
             return known
         if request.resume_offset_tokens and not request.idempotency_key:
             raise InvalidRequest("resume_offset_tokens needs an idempotency_key", field="resume_offset_tokens")
@@ -99,7 +110,11 @@ class FrontDoor:
         except MeshError as error:
             self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
             raise
-        return self._start(accepted, plan, work, _fingerprint(principal, request))
+        stream = RequestStream(
+            work.context.request_id, principal.tenant, _fingerprint(principal, request), accepted.idempotency_key
+        )
+        copied = self._copy_out(stream, accepted, request)
+        return self._start(accepted, plan, work, stream, copied=copied)
 
     def _known(self, principal: Principal, request: pb.GenerateRequest) -> RequestStream | None:
         """The request that has this key. One that failed is done again for a client that has nothing of it."""
@@ -114,9 +129,18 @@ class FrontDoor:
         if len(self._live) >= MAX_OPEN_REQUESTS:
             raise Overloaded(f"{len(self._live)} requests are open here, the most is {MAX_OPEN_REQUESTS}")
 
-    def _start(self, accepted: Accepted, plan: Plan, work: Work, fingerprint: bytes) -> RequestStream:
-        request_id, tenant = work.context.request_id, accepted.principal.tenant
-        stream = RequestStream(request_id, tenant, fingerprint, accepted.idempotency_key)
+    def _start(
+        self,
+        accepted: Accepted,
+        plan: Plan,
+        work: Work,
+        stream: RequestStream,
+        *,
+        copied: tuple[Place, ...] = (),
+        taken_over: TakenOver | None = None,
+    ) -> RequestStream:
+        request_id = work.context.request_id
+        self._decisions.sent(plan, len(accepted.token_ids))
         with log_context(request_id=request_id):
             live = LiveRequest(
                 accepted=accepted,
@@ -128,10 +152,13 @@ class FrontDoor:
                 metrics=self._deps.metrics,
                 learn=self._decisions,
                 receipts=self._deps.receipts,
+                taken_over=taken_over,
             )
+            live.copied_to(copied)
             log.info("request_accepted", shape=plan.choice.shape.name, label=work.context.label, rule=plan.rule)
             task = asyncio.create_task(live.run(), name=f"request:{request_id}")
-        self._log.add(stream, time.monotonic())
+        if taken_over is None:
+            self._log.add(stream, time.monotonic())
         self._live[request_id] = live
         self._producers[request_id] = task
         task.add_done_callback(lambda _: self._ended(request_id))
@@ -139,13 +166,14 @@ class FrontDoor:
 
     def _ended(self, request_id: str) -> None:
         del self._live[request_id], self._producers[request_id]
+        self._read_elsewhere.discard(request_id)
         self._client_is_back(request_id)
         # What was answered goes by the clock, not with the next request.
         asyncio.get_running_loop().call_later(self._log.keep_s + 1.0, lambda: self._log.expire(time.monotonic()))
 
     def _client_left(self, stream: RequestStream) -> None:
         live = self._live.get(stream.request_id)
-        if live is None:
+        if live is None or stream.request_id in self._read_elsewhere:
             return
         if not stream.idempotency_key:
             live.driver.cancel()
@@ -166,6 +194,94 @@ class FrontDoor:
     def _new_id(self) -> str:
         # The entry's node id comes first, so that any node can tell which entry owns a request.
         return f"{self._deps.signer.place.node_id}:{secrets.token_hex(8)}"
+
+    # Requests that other entries know of
+
+    def _copy_out(self, stream: RequestStream, accepted: Accepted, request: pb.GenerateRequest) -> tuple[Place, ...]:
+        """Tell other entries of a request that its client may come back for, where policy lets them know of it."""
+        if self._deps.copier is None or not stream.idempotency_key:
+            return ()
+        opened = sibling_pb2.CopiedRequest(
+            request_id=stream.request_id,
+            tenant=stream.tenant,
+            fingerprint=stream.fingerprint,
+            request=request,
+            label=accepted.placement.label,
+            seed=accepted.sampling.seed,
+        )
+        return self._deps.copier.copy(opened, stream, lambda place: self._decisions.may_copy_to(accepted, place))
+
+    def _tell_followed(self, stream: RequestStream, followed: bool) -> None:
+        copy = self._copies.get(stream.request_id)
+        if copy is not None and self._deps.copier is not None and not copy.orphan:
+            self._deps.copier.followed(copy.origin, stream.request_id, followed)
+
+    def take_copy(self, origin: str, opened: sibling_pb2.CopiedRequest) -> RequestStream:
+        """A request that began at another entry; its events are appended to what this returns. Raises Overloaded."""
+        if len(self._copies) >= MOST_COPIES:
+            raise Overloaded(f"{len(self._copies)} requests of other entries are kept here, which is the most")
+        key = opened.request.idempotency_key
+        stream = RequestStream(opened.request_id, opened.tenant, opened.fingerprint, key)
+        copy = Copy(origin=origin, request=opened.request, label=opened.label, seed=opened.seed, stream=stream)
+        self._copies[opened.request_id] = copy
+        self._log.add(stream, time.monotonic())
+        return stream
+
+    def copy_ended(self, request_id: str, error: MeshError | None) -> None:
+        """A request of another entry came to its end; it can be read here for a while."""
+        copy = self._copies.pop(request_id, None)
+        if copy is not None:
+            copy.stream.end(time.monotonic(), error)
+
+    def origin_lost(self, request_ids: Iterable[str]) -> None:
+        """The entry of these is gone. They are taken over where a client asks for them, or waits here."""
+        for copy in [copy for request_id in request_ids if (copy := self._copies.get(request_id)) is not None]:
+            copy.orphan = True
+            if copy.stream.readers:
+                task = background(self._take_over(copy, None), f"take-over:{copy.stream.request_id}")
+                self._producers[copy.stream.request_id] = task
+                task.add_done_callback(lambda _, known=copy.stream.request_id: self._producers.pop(known, None))
+            asyncio.get_running_loop().call_later(KEEP_S, self._nobody_came, copy)
+
+    def _nobody_came(self, copy: Copy) -> None:
+        gone = NodeUnreachable(f"the entry {copy.origin} is gone, and nobody asked for its request", node=copy.origin)
+        if self._copies.get(copy.stream.request_id) is copy:
+            self.copy_ended(copy.stream.request_id, gone)
+
+    async def _take_over(self, copy: Copy, principal: Principal | None) -> None:
+        """Go on with a request whose entry is gone, under an id of this entry. What keeps it from that ends it."""
+        before = copy.stream.request_id
+        if self._copies.pop(before, None) is not copy:
+            return  # somebody else just does
+        who = principal or Principal(tenant=copy.stream.tenant, role=AccessRole.TENANT, key_id="")
+        try:
+            self._refuse_if_full()
+            await self._deps.receipts.check()
+            accepted = await self._decisions.accept(who, copy.to_go_on())
+            plan = self._decisions.plan(accepted)
+            work = self._decisions.work(self._new_id(), accepted, plan)
+        except MeshError as error:
+            self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
+            copy.stream.end(time.monotonic(), error)
+            return
+        log.info("request_taken_over", request_id=before, origin=copy.origin, tokens=len(copy.stream.token_ids))
+        self._log.rename(copy.stream, work.context.request_id)
+        self._start(accepted, plan, work, copy.stream, taken_over=TakenOver(request_id=before, entry=copy.origin))
+        if not copy.stream.readers:
+            self._client_left(copy.stream)
+
+    def followed_elsewhere(self, request_id: str, followed: bool) -> None:
+        """A client follows a request of this entry at another one, or does so no longer."""
+        live = self._running(request_id)
+        if live is None:
+            return
+        if followed:
+            self._read_elsewhere.add(request_id)
+            self._client_is_back(request_id)
+        else:
+            self._read_elsewhere.discard(request_id)
+            if not live.stream.readers:
+                self._client_left(live.stream)
 
     async def explain(self, principal: Principal, request: pb.GenerateRequest) -> pb.ExplainResponse:
         """The plan, or why there is none, without running it."""
@@ -196,8 +312,7 @@ class FrontDoor:
 
     def abort(self, principal: Principal, request_id: str) -> bool:
         """End a request; False if it had ended. Raises NotFound, for other tenants' requests too."""
-        self._log.get(request_id, _scope(principal))
-        live = self._running(request_id)
+        live = self._running(self._log.get(request_id, _scope(principal)).request_id)
         if live is None:
             return False
         live.driver.cancel()
@@ -208,8 +323,8 @@ class FrontDoor:
 
         `principal` None: the mesh itself asks. Raises NotFound, StalePlan (it ended or is moving), and what
         Decisions.target_of_move raises."""
-        self._log.get(request.request_id, None if principal is None else _scope(principal))
-        live = self._running(request.request_id)
+        stream = self._log.get(request.request_id, None if principal is None else _scope(principal))
+        live = self._running(stream.request_id)
         if live is None:
             raise NotFound(f"request {request.request_id!r} has ended", field="request_id")
         tactic = tactic_of(request.tactic)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from mesh.errors import Draining, Internal, MeshError
@@ -63,6 +64,14 @@ class Learn(Protocol):
         """KV was moved."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenOver:
+    """What a request goes on from: its id at the entry that is gone."""
+
+    request_id: str
+    entry: str  # node id
+
+
 class LiveRequest:
     """Drives one accepted request along its plan into its stream."""
 
@@ -78,10 +87,12 @@ class LiveRequest:
         metrics: Metrics,
         learn: Learn,
         receipts: ReceiptKeeper,
+        taken_over: TakenOver | None = None,
     ) -> None:
+        """`stream` of a request that is taken over has its tokens so far."""
         self.accepted = accepted
         self._learn = learn
-        self._generated: list[int] = []
+        self._generated: list[int] = list(stream.token_ids)
         self.started_s = time.monotonic()
         self.work = work
         self.stream = stream
@@ -101,6 +112,10 @@ class LiveRequest:
             plan=plan,
             started_unix_s=time.time(),
         )
+        if taken_over is not None:
+            self._draft.taken_over = {**asdict(taken_over), "tokens": len(self._generated)}
+            for token_id in self._generated:
+                self._matcher.push(self._text.push(token_id))
         self._error: MeshError | None = None
         self._finished: rt.Finish | None = None
         self._ttft_s: float | None = None
@@ -113,12 +128,20 @@ class LiveRequest:
             min_tokens=accepted.sampling.min_tokens,
             eos_token_ids=eos,
             plan=plan,
+            generated_ids=tuple(self._generated),
         )
         self.driver = RequestDriver(
             runner=PlanRunner(spec), work=work, world=world, on_effect=self._on_effect, on_report=self._on_report
         )
-        decision = decision_to_wire(stream.request_id, accepted, plan)
-        stream.append(pb.GenerateResponse(decision=decision))
+        if taken_over is None:
+            decision = decision_to_wire(stream.request_id, accepted, plan)
+            stream.append(pb.GenerateResponse(decision=decision))
+        else:  # its client had a decision before; what changes for it is where the tokens come from
+            stream.append(pb.GenerateResponse(migration=migration_to_wire(_taken_up(stream, plan))))
+
+    def copied_to(self, places: Iterable[Place]) -> None:
+        """These entries keep a copy of it."""
+        self._draft.copies.update({place.node_id: place.site for place in places})
 
     @property
     def progress(self) -> Progress:
@@ -270,3 +293,19 @@ class LiveRequest:
         if not port.can_dial:  # a node of another site, which only the relay reaches
             self._draft.relays.add(self._world.relay_node_id)
         return port.place
+
+
+def _taken_up(stream: RequestStream, plan: Plan) -> rt.EmitMigration:
+    """The request goes on along a new plan, with its tokens replayed."""
+    return rt.EmitMigration(
+        from_node_id=stream.last_node_id,
+        to_node_id=plan.choice.prefill.node_id,
+        offset_tokens=len(stream.token_ids),
+        kv_wire_bytes=0,
+        kv_tokens=0,
+        codec="",
+        cause=rt.MoveCause.FALLBACK,
+        pause_s=0.0,
+        transfer_s=0.0,
+        recomputed=True,
+    )

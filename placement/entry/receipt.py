@@ -61,6 +61,8 @@ class ReceiptDraft:
     migrations: list[dict[str, Any]] = field(default_factory=list)
     fallbacks: int = 0
     relays: set[str] = field(default_factory=set)  # nodes that carried what they could not read
+    copies: dict[str, str] = field(default_factory=dict)  # entries that kept a copy of prompt and answer -> site
+    taken_over: dict[str, Any] = field(default_factory=dict)  # request, entry and tokens that it goes on from
 
     def touched(self, place: Place) -> None:
         """A node was sent the prompt's tokens, to compute KV of them or to receive it."""
@@ -82,9 +84,10 @@ class ReceiptDraft:
             "why": self.plan.why,
             "candidates": [_way(c) for c in self.plan.candidates[:3]],
             "refused": {r.reason.name or str(r.reason.value): r.count for r in self.plan.refused},
-            "saw_prompt": self.saw_prompt,
+            "saw_prompt": self.saw_prompt | self.copies,
             "held_kv": self.held_kv,
             "relays": sorted(self.relays),
+            **({"taken_over": self.taken_over} if self.taken_over else {}),
             "tokens_by_node": dict(self.tokens_by_node),
             "migrations": self.migrations,
             "fallbacks": self.fallbacks,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from mesh.errors import InvalidRequest, MeshError, NotFound
 from mesh.v1 import common_pb2 as common
@@ -31,8 +32,16 @@ class TokenPiece:
 LogEntry = TokenPiece | pb.GenerateResponse
 
 
+class StreamCopies(Protocol):
+    """Other entries that keep a copy of a stream: they decide when readers see what was appended (see `show`)."""
+
+    def appended(self, entries: Sequence[LogEntry]) -> None: ...
+
+    def ended(self, error: MeshError | None) -> None: ...
+
+
 class RequestStream:
-    """Append-only events of one request."""
+    """Append-only events of one request. With `copies` they are shown to readers once those have them."""
 
     def __init__(self, request_id: str, tenant: str, fingerprint: bytes, idempotency_key: str = "") -> None:
         self.request_id = request_id
@@ -41,7 +50,10 @@ class RequestStream:
         self.idempotency_key = idempotency_key
         self.readers = 0
         self.ended_s: float | None = None
+        self.former_id = ""  # at an entry that is gone, from which it was taken over
+        self.copies: StreamCopies | None = None
         self._entries: list[LogEntry] = []
+        self._shown = 0
         self._error: MeshError | None = None
         self._grown = asyncio.Event()
 
@@ -57,11 +69,37 @@ class RequestStream:
     def append(self, *entries: LogEntry) -> None:
         """Add events; readers wake."""
         self._entries.extend(entries)
-        self._wake()
+        if self.copies is not None:
+            self.copies.appended(entries)
+        else:
+            self.show(len(self._entries))
+
+    def show(self, count: int) -> None:
+        """Readers may see so many events."""
+        if count > self._shown:
+            self._shown = count
+            self._wake()
+
+    @property
+    def count(self) -> int:
+        """Events so far, shown or not."""
+        return len(self._entries)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens so far, shown or not."""
+        return tuple(entry.token_id for entry in self._entries if isinstance(entry, TokenPiece))
+
+    @property
+    def last_node_id(self) -> str:
+        """Node of the newest token; empty if there is none."""
+        return next((entry.node_id for entry in reversed(self._entries) if isinstance(entry, TokenPiece)), "")
 
     def end(self, now_s: float, error: MeshError | None = None) -> None:
         """No more events. Readers get what there is, then `error` if there is one."""
         self._error, self.ended_s = error, now_s
+        if self.copies is not None:
+            self.copies.ended(error)
         self._wake()
 
     def _wake(self) -> None:
@@ -74,7 +112,7 @@ class RequestStream:
         at, token_index = 0, 0
         while True:
             grown = self._grown
-            batch = self._entries[at:]
+            batch = self._entries[at : self._shown]
             at += len(batch)
             run: list[TokenPiece] = []
             for entry in batch:
@@ -94,9 +132,9 @@ class RequestStream:
                 yield entry
             if run:
                 yield _delta(run, token_index - len(run))
-            if at < len(self._entries):
+            if at < self._shown:
                 continue
-            if self.ended:
+            if self.ended and at == len(self._entries):
                 if self._error is not None:  # each reader gets its own, for tracebacks grow on the one that is raised
                     raise type(self._error)(self._error.message, **self._error.details)
                 return
@@ -149,9 +187,15 @@ class RequestLog:
             raise NotFound(f"no request {request_id[:100]!r} here", field="request_id")
         return stream
 
+    def rename(self, stream: RequestStream, request_id: str) -> None:
+        """It goes on under another id; the one before names it too."""
+        stream.former_id, stream.request_id = stream.request_id, request_id
+        self._by_id[request_id] = stream
+
     def drop(self, stream: RequestStream) -> None:
         """Forget a stream that nobody can come back for."""
-        self._by_id.pop(stream.request_id, None)
+        for request_id in (stream.request_id, stream.former_id):
+            self._by_id.pop(request_id, None)
         key = (stream.tenant, stream.idempotency_key)
         if self._by_key.get(key) is stream:
             del self._by_key[key]

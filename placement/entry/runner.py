@@ -103,6 +103,10 @@ class PlanRunner(Replays):
 
     def _on_begin(self, _: Begin) -> None:
         self._began_s = self._now_s
+        ended = self._reached_end() if self._generated else None
+        if ended is not None:  # its last token had come when its entry was lost
+            self._finish(ended, None)
+            return
         self._start(Way.of(self._spec.plan.choice), cause=None)
 
     def _on_prefilled(self, event: RunPrefilled) -> None:

@@ -109,7 +109,7 @@ class Legs:
     def __init__(self, spec: RunnerSpec) -> None:
         self._spec = spec
         self._phase = Phase.NEW
-        self._generated: list[int] = []
+        self._generated: list[int] = list(spec.generated_ids)
         self._fallbacks = [Way.of(c) for c in spec.plan.fallbacks]
         self._failed: set[str] = set()  # nodes that failed this request
         self._run: Run | None = None

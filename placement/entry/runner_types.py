@@ -32,8 +32,9 @@ Logprobs = tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
 class RunnerSpec:
     """One request and its plan. `prompt_ids` is not empty.
 
-    `eos_token_ids` are those that end this request (empty if it ignores end of sequence): they tell, when a node
-    dies right after its last token, that nothing is left to generate.
+    `generated_ids` were made before, under another entry, and are not emitted again. `eos_token_ids` are those that end
+    this request (empty if it ignores end of sequence): they tell, when a node dies right after its last token, that
+    nothing is left to generate.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class RunnerSpec:
     plan: Plan
     min_tokens: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    generated_ids: tuple[int, ...] = ()
 
 
 class MoveCause(Enum):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -46,7 +47,17 @@ class _Registered:
 class MeshState:
     """Owned by the placement service; `start` and `close` it."""
 
-    def __init__(self, *, place: Place, registry: Registry, hub: UplinkHub, dial: Dial) -> None:
+    def __init__(
+        self,
+        *,
+        place: Place,
+        registry: Registry,
+        hub: UplinkHub,
+        dial: Dial,
+        on_siblings: Callable[[list[Peer]], None] = lambda peers: None,
+    ) -> None:
+        """`on_siblings` hears of the other placement services whenever the registry's nodes change."""
+        self._on_siblings = on_siblings
         self._place = place
         self._registry = registry
         self._hub = hub
@@ -185,6 +196,7 @@ class MeshState:
             if view.nodes != last:
                 last = view.nodes
                 before, self._registered = self._registered, self._read(view)
+                self._on_siblings(self._siblings_in(view))
                 for node_id in before.keys() | self._registered.keys():
                     if before.get(node_id) != self._registered.get(node_id):
                         self._table.stale(node_id)
@@ -194,6 +206,15 @@ class MeshState:
                     if node.facts.address and node.facts.place.role is Role.CORE
                 )
                 self._changed()
+
+    def _siblings_in(self, view: NodesView) -> list[Peer]:
+        found = []
+        for node in view.nodes:
+            with suppress(MeshError):  # _read says so
+                place, _ = from_registration(node.registration, mesh=self._place.mesh)
+                if place.role is Role.PLACEMENT and place != self._place and node.registration.address:
+                    found.append(Peer(address=node.registration.address, place=place))
+        return found
 
     def _read(self, view: NodesView) -> dict[str, _Registered]:
         """The nodes of a view that may do work, as far as they can be read, by id."""
@@ -248,6 +269,8 @@ class MeshState:
                         await self._register_edge(attached[node_id])
                         registered[node_id] = attached[node_id].models
                     await self._registry.heartbeat(node_id, ready=node_id in attached)
+                    if node_id not in attached:
+                        registered.discard(node_id)  # said once; from now on it may be attached to another one
                 except NotFound:
                     registered.pop(node_id, None)  # the registry lost it: register again next time
                 except NodeUnreachable:

@@ -10,9 +10,12 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from mesh.audit.log import AUDIT_FOLDER, AuditLog
+from mesh.audit.servicer import AuditServicer
+from mesh.audit.witness import WitnessDesk
 from mesh.errors import NodeUnreachable
 from mesh.http.app import create_app
 from mesh.identity.ca import NodeCredentials
@@ -21,6 +24,7 @@ from mesh.identity.place import Place, Role, Tier
 from mesh.identity.principal import AccessRole, Principal
 from mesh.identity.signing import NodeIdentity
 from mesh.identity.tenants import EVERY_SITE, issue_key, new_tenant
+from mesh.node.port import Peer
 from mesh.process import announce_ready, check_certificate, prepare_state_folder, raise_descriptor_limit, stop_signal
 from mesh.registry.open import EmbeddedSettings
 from mesh.registry.servicer import RegistryServicer
@@ -40,9 +44,11 @@ from mesh.telemetry.metrics import Metrics
 from mesh.v1 import (
     admin_pb2,
     admin_pb2_grpc,
+    audit_pb2_grpc,
     blobs_pb2_grpc,
     registry_pb2_grpc,
     relay_pb2_grpc,
+    sibling_pb2_grpc,
     uplink_pb2,
     uplink_pb2_grpc,
 )
@@ -50,6 +56,7 @@ from placement.decide.settings import DecideSettings
 from placement.entry.decisions import FrontDoorDeps
 from placement.entry.front_door import FrontDoor
 from placement.entry.gateway import EntryGateway
+from placement.entry.in_flight import InFlight
 from placement.entry.intake import ServedModel, served_model
 from placement.entry.public import http_listener, public_listener
 from placement.entry.relocator import Relocator
@@ -61,6 +68,8 @@ from placement.service.mesh_state import MeshState
 from placement.service.registrations import to_registration
 from placement.service.registry_choice import choose_registry
 from placement.service.request_list import requests_of_sites
+from placement.service.siblings import Siblings
+from placement.service.siblings_servicer import SiblingServicer
 from placement.service.site_config import SiteConfigSource
 from placement.service.stores import PolicyStore, TenantStore
 from placement.service.witnesses import Circle, Witnesses, admin_recorder
@@ -103,11 +112,19 @@ async def serve(settings: PlacementSettings) -> None:
             heartbeat_s=settings.uplink.heartbeat_s,
         )
         sites.attach(hub, policies, tenants)
+
+        def dial(peer: Peer) -> grpc.aio.Channel:
+            return node_channel(peer.address, credentials, peer.place)
+
+        in_flight = InFlight()
+        siblings = Siblings(dial, in_flight)
+        stack.push_async_callback(siblings.close)
         state = MeshState(
             place=place,
             registry=registry,
             hub=hub,
-            dial=lambda peer: node_channel(peer.address, credentials, peer.place),
+            dial=dial,
+            on_siblings=siblings.update,
         )
         await state.start()
         stack.push_async_callback(state.close)
@@ -126,8 +143,11 @@ async def serve(settings: PlacementSettings) -> None:
                 metrics=metrics,
                 receipts=audit,
                 settings=DecideSettings(busy_after_s=settings.stale_load_s),
+                copier=siblings,
+                in_flight=in_flight,
             )
         )
+        siblings.on_followed = door.followed_elsewhere
         relocator = Relocator(door, state)
         relocator.start()
         stack.push_async_callback(relocator.close)
@@ -145,6 +165,14 @@ async def serve(settings: PlacementSettings) -> None:
         admin_pb2_grpc.add_PoliciesServicer_to_server(PoliciesServicer(policies, tenants, record), public.server)
         admin_pb2_grpc.add_TenantsServicer_to_server(TenantsServicer(tenants, record), public.server)
         uplink_pb2_grpc.add_UplinkServicer_to_server(hub, node.server)
+
+        def of_mesh(context: grpc.aio.ServicerContext) -> Place:
+            return peer_place(context, mesh=place.mesh)
+
+        sibling_pb2_grpc.add_SiblingServicer_to_server(SiblingServicer(door, siblings, in_flight, of_mesh), node.server)
+        audit_pb2_grpc.add_AuditServicer_to_server(
+            AuditServicer(WitnessDesk(audit, credentials.ca_pem), of_mesh), node.server
+        )
         relay = RelayServicer(lambda context: peer_place(context, mesh=place.mesh), ring_over(hub))
         relay_pb2_grpc.add_RelayServicer_to_server(relay, node.server)
         blobs = BlobsServicer(model_shelf(settings.models), lambda context: peer_place(context, mesh=place.mesh))
@@ -155,7 +183,7 @@ async def serve(settings: PlacementSettings) -> None:
         for listener in (node, public, health):
             await listener.server.start()
             stack.push_async_callback(listener.server.stop, _GRPC_GRACE_S)
-        witnesses = Witnesses(audit, Circle(hub, state.dialled), credentials.ca_pem)
+        witnesses = Witnesses(audit, Circle(hub, lambda: (*state.dialled(), *siblings.up())), credentials.ca_pem)
         witnesses.start()
         stack.push_async_callback(witnesses.close)
         stack.callback(hub.close)  # before the servers stop: agents are told, instead of cut off
