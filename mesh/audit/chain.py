@@ -27,6 +27,7 @@ class EntryKind(Enum):
 
     START = "start"  # {"node": URI}: the first of a chain
     RECOVERED = "recovered"  # {"bytes": n}: a half-written line was cut off at start-up
+    RESTORED = "restored"  # {"made_unix_s", "last_seq"}: this log was put back from a backup; what came after is lost
     RECEIPT = "receipt"  # {"receipt": base64 of mesh.v1.Receipt}
     LEG = "leg"  # {"record": signed leg of this node}: work that it did for an entry
     ADMIN = "admin"  # {"actor", "action", "target", ...}: who changed what

@@ -148,7 +148,7 @@ def _take(report: LogReport, entry: Entry, ca_pem: bytes) -> None:
             if node != signer:
                 raise PayloadCorrupt(f"a head of {node} that {signer} signed")
             report.witnessed.append(Witnessed(node=node, head=head, witness=report.node))
-        case EntryKind.ADMIN | EntryKind.RECOVERED:
+        case EntryKind.ADMIN | EntryKind.RECOVERED | EntryKind.RESTORED:
             pass
 
 
