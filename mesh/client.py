@@ -15,7 +15,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +39,7 @@ from mesh.client_types import (
     generate_request,
     tokenize_request,
 )
-from mesh.errors import Internal, InvalidRequest, MeshError, NodeUnreachable
+from mesh.errors import Draining, Internal, InvalidRequest, MeshError, NodeUnreachable, NotFound
 from mesh.rpc.channel import bearer, public_channel
 from mesh.rpc.errors import DETAILS_KEY, from_rpc_error
 from mesh.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -65,16 +65,28 @@ class MeshClient:
     """One connection to one entry. Use it as an async context manager, or call `close`."""
 
     def __init__(
-        self, address: str, api_key: str, *, ca_file: Path | str | None = None, reconnect_s: float = 20.0
+        self,
+        address: str,
+        api_key: str,
+        *,
+        ca_file: Path | str | None = None,
+        reconnect_s: float = 20.0,
+        others: Sequence[str] = (),
     ) -> None:
         """`address` is host:port of an entry's gRPC listener. `ca_file`: the mesh's CA certificate (PEM) for TLS;
         without it the connection is plain text, which is possible on loopback only. A broken stream is tried
-        again for `reconnect_s`. Needs a running event loop. Raises InvalidRequest."""
+        again for `reconnect_s`. `others`: further placement services, where a generation goes on (and new ones begin)
+        when the first does not answer or is stopping; all else is asked of the first. Needs a running event loop.
+        Raises InvalidRequest."""
         self._address = address
         self._metadata = bearer(api_key)
         self._reconnect_s = reconnect_s
-        self._channel = public_channel(address, _read_ca(ca_file) if ca_file is not None else None)
+        ca_pem = _read_ca(ca_file) if ca_file is not None else None
+        self._channel = public_channel(address, ca_pem)
+        self._others = tuple(public_channel(other, ca_pem) for other in others)
         self._inference: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._entries: list[Any] = [self._inference, *map(inference_pb2_grpc.InferenceStub, self._others)]
+        self._entry = 0  # of the entries: the one that answered last
         self._policies: Any = admin_pb2_grpc.PoliciesStub(self._channel)
         self._tenants: Any = admin_pb2_grpc.TenantsStub(self._channel)
         self._mesh: Any = admin_pb2_grpc.MeshViewStub(self._channel)
@@ -89,7 +101,8 @@ class MeshClient:
 
     async def close(self) -> None:
         """Close the connection; open calls end. Idempotent."""
-        await self._channel.close()
+        for channel in (self._channel, *self._others):
+            await channel.close()
 
     async def generate(
         self, prompt: Prompt, *, resume: bool = True, **options: Unpack[Options]
@@ -116,7 +129,7 @@ class MeshClient:
                 # The entry waits for a client with a key to come back; this one will not.
                 with suppress(MeshError):
                     await self._call(
-                        self._inference.Abort,
+                        self._entries[self._entry].Abort,
                         inference_pb2.AbortRequest(request_id=progress.request_id),
                         timeout_s=_ABORT_TIMEOUT_S,
                     )
@@ -266,7 +279,7 @@ class MeshClient:
         while True:
             request.resume_offset_tokens = progress.offset_tokens
             progress.reconnected()
-            call = self._inference.Generate(request, metadata=self._metadata)
+            call = self._entries[self._entry].Generate(request, metadata=self._metadata)
             try:
                 async for response in call:
                     failures = 0
@@ -279,8 +292,10 @@ class MeshClient:
                 now_s = time.monotonic()
                 give_up_s = give_up_s if failures else now_s + self._reconnect_s
                 failures += 1
-                if not resume or not _is_broken_link(error) or now_s >= give_up_s:
+                elsewhere = len(self._entries) > 1 and _may_go_on_elsewhere(error, progress)
+                if not resume or not (_is_broken_link(error) or elsewhere) or now_s >= give_up_s:
                     raise from_rpc_error(error, node=self._address) from error
+                self._entry = (self._entry + 1) % len(self._entries)
             finally:
                 call.cancel()
             await asyncio.sleep(_backoff_s(failures))
@@ -291,6 +306,13 @@ def _is_broken_link(error: grpc.aio.AioRpcError) -> bool:
     if any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
         return False
     return isinstance(from_rpc_error(error), NodeUnreachable)
+
+
+def _may_go_on_elsewhere(error: grpc.aio.AioRpcError, progress: StreamProgress) -> bool:
+    """Whether another entry may have what this one has not: it is stopping, or does not know a request that began
+    elsewhere (the other one is back, or has not heard that its entry is gone)."""
+    told = from_rpc_error(error)
+    return isinstance(told, Draining) or (isinstance(told, NotFound) and progress.offset_tokens > 0)
 
 
 def _backoff_s(failures: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,7 +27,13 @@ class SyncMeshClient:
     """See MeshClient for what each method does. May be used from several threads."""
 
     def __init__(
-        self, address: str, api_key: str, *, ca_file: Path | str | None = None, reconnect_s: float = 20.0
+        self,
+        address: str,
+        api_key: str,
+        *,
+        ca_file: Path | str | None = None,
+        reconnect_s: float = 20.0,
+        others: Sequence[str] = (),
     ) -> None:
         """As MeshClient. Raises InvalidRequest."""
         self._loop = asyncio.new_event_loop()
@@ -35,7 +41,7 @@ class SyncMeshClient:
         self._thread.start()
 
         async def connect() -> MeshClient:
-            return MeshClient(address, api_key, ca_file=ca_file, reconnect_s=reconnect_s)
+            return MeshClient(address, api_key, ca_file=ca_file, reconnect_s=reconnect_s, others=others)
 
         try:
             self._client = self._run(connect())

@@ -320,6 +320,8 @@ class EdgeSettings(Process):
     """`kvmesh edge`: one llama.cpp engine, the entry of its own site; dials out only."""
 
     placement: PlacementPeer
+    more_placements: tuple[PlacementPeer, ...] = ()
+    """Further placement services of the mesh, as a list of {address, node_id}: the agent keeps an uplink to each."""
     model: ModelFile
     listeners: EdgeListeners = EdgeListeners()
     engine: EdgeEngine = EdgeEngine()

@@ -1,4 +1,5 @@
-"""An edge agent as a process: the llama.cpp engine, the entry of its own site, one uplink to the mesh.
+"""An edge agent as a process: the llama.cpp engine, the entry of its own site, an uplink to each
+placement service of the mesh.
 
 It opens no port to the outside: its listeners are for clients of its own site. Cut off, it goes on serving them
 under the policies that it has; without any it refuses (fail closed). SIGTERM: take nothing new, let running
@@ -10,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 
 import grpc.aio
 from grpc_health.v1 import health_pb2
@@ -115,8 +118,6 @@ async def serve(settings: EdgeSettings) -> None:
             return node_channel(str(placement.address), credentials, placement.node_id)
 
         relay = RelayDialler(dial_placement, identity, credentials.ca_pem, relay=placement.node_id)
-        attendant = RelayAttendant(host, guard, identity, credentials.ca_pem, dial_placement, relay=placement.node_id)
-        stack.push_async_callback(attendant.close)
         own = LocalPort(
             host,
             lambda peer: node_channel(peer.address, credentials, peer.place),
@@ -170,20 +171,23 @@ async def serve(settings: EdgeSettings) -> None:
         await http.start()
         stack.push_async_callback(http.close)
 
-        uplink = _uplink(
-            settings,
-            credentials,
-            _SiteHost(host, own, door),
-            models,
-            _Pushes(site, world, door, WitnessDesk(audit, credentials.ca_pem), attendant, requests),
-        )
-        metrics.watch(UplinkCollector(lambda: uplink.state, time.monotonic))
-        await uplink.start()
-        stack.push_async_callback(uplink.stop)
+        site_host, desk = _SiteHost(host, own, door), WitnessDesk(audit, credentials.ca_pem)
+        uplinks: list[UplinkAgent] = []
+        for peer in (placement, *settings.more_placements):
+            dial = partial(node_channel, str(peer.address), credentials, peer.node_id)
+            attendant = RelayAttendant(host, guard, identity, credentials.ca_pem, dial, relay=peer.node_id)
+            stack.push_async_callback(attendant.close)
+            pushes = _Pushes(site, world, door, desk, attendant, requests, _is_second(tuple(uplinks)))
+            uplinks.append(_uplink(settings, dial, site_host, models, pushes))
+        metrics.watch(UplinkCollector(lambda: uplinks[0].state, time.monotonic))
+        for uplink in uplinks:
+            await uplink.start()
+            stack.push_async_callback(uplink.stop)
 
         def tell_models(changed: tuple[ModelFacts, ...]) -> None:
             world.set_models(changed)
-            uplink.set_facts(_facts(changed))
+            for uplink in uplinks:
+                uplink.set_facts(_facts(changed))
 
         following = background_loop(lambda: artifacts.follow(world.nodes, lambda: world.models[0]), "kvtc_artifacts")
         stack.callback(following.cancel)
@@ -247,7 +251,7 @@ class _SiteHost:
 
 
 class _Pushes:
-    """What placement sends over the uplink."""
+    """What a placement service sends over its uplink. `is_second`: another one's view of the mesh is in use now."""
 
     def __init__(
         self,
@@ -257,6 +261,7 @@ class _Pushes:
         desk: WitnessDesk,
         attendant: RelayAttendant,
         requests: _OwnRequests,
+        is_second: Callable[[], bool] = lambda: False,
     ) -> None:
         self._requests = requests
         self._site = site
@@ -269,6 +274,8 @@ class _Pushes:
         await asyncio.to_thread(self._site.take, message)
 
     async def snapshot(self, message: admin_pb2.Snapshot) -> None:
+        if self._is_second():
+            return
         self._world.set_snapshot(message)
 
     async def command(self, command: uplink_pb2.Command) -> uplink_pb2.CommandResult:
@@ -295,16 +302,20 @@ def _facts(models: tuple[ModelFacts, ...]) -> AgentFacts:
     return AgentFacts(build=f"kvmesh {__version__}", models=tuple(models_to_wire(models)))
 
 
+def _is_second(before: tuple[UplinkAgent, ...]) -> Callable[[], bool]:
+    """Whether one of the uplinks before this one is there: two views must not take turns."""
+    return lambda: any(uplink.state.connected for uplink in before)
+
+
 def _uplink(
     settings: EdgeSettings,
-    credentials: NodeCredentials,
+    dial: Callable[[], grpc.aio.Channel],
     site_host: _SiteHost,
     models: tuple[ModelFacts, ...],
     pushes: _Pushes,
 ) -> UplinkAgent:
-    placement = settings.placement
     return UplinkAgent(
-        dial=lambda: node_channel(str(placement.address), credentials, placement.node_id),
+        dial=dial,
         host=site_host,
         facts=_facts(models),
         on_config=pushes.config,

@@ -11,6 +11,7 @@ the site still serves its tenant.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -33,6 +34,7 @@ class SiteConfig:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._message = uplink_pb2.SiteConfig()
+        self._taking = threading.Lock()
         self.version = 0
         self.directory = TenantDirectory()
         self.book = PolicyBook()
@@ -53,12 +55,13 @@ class SiteConfig:
         """A configuration from placement: check it whole, use what is not older, keep it. Blocking. Raises
         MeshError if it is not valid, and then the old one stays in force; one that cannot be written is used and
         logged."""
-        message = newest(self._message, message)
-        self._use(message)
-        try:
-            write_private(self._file, message.SerializeToString(deterministic=True))
-        except MeshError as error:
-            log.error("site_config_not_kept", reason=error.reason, error=error.message)
+        with self._taking:  # two placement services may tell at once
+            message = newest(self._message, message)
+            self._use(message)
+            try:
+                write_private(self._file, message.SerializeToString(deterministic=True))
+            except MeshError as error:
+                log.error("site_config_not_kept", reason=error.reason, error=error.message)
 
     def salt(self, tenant: str, label: str, model: str) -> bytes:
         """Cache namespace of a tenant's data. Raises PolicyDenied for a tenant this site does not serve."""
