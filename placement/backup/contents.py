@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from mesh.audit.log import AUDIT_FOLDER
 from mesh.errors import AlreadyExists, InvalidRequest, PayloadCorrupt
-from mesh.identity.files import make_private_folder, write_error
+from mesh.identity.files import FOLDER_MODE, write_error
 from mesh.process import READY_FILE
 from placement.backup.sealed import SealedWriter, Secret, opened
 
@@ -129,7 +129,7 @@ def put_in_place(staged: Staged, targets: Mapping[str, Path]) -> None:
     check_empty(targets[name] for name in staged.summary.folders)
     for name in staged.summary.folders:
         target = targets[name]
-        make_private_folder(target.parent)
+        target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         if target.exists():
             target.rmdir()
         shutil.move(staged.folder / name, target)  # a copy, where it is another disk

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -261,11 +263,12 @@ async def test_the_commands(world: World, tmp_path: Path) -> None:
     config.write_text(to_yaml(world.settings))
     secret.write_bytes(bytes(32))
     common = [str(archive), "--config", str(config), "--key-file", str(secret)]
-    made = CliRunner().invoke(app, ["backup", *common, "--ca", str(world.ca)])
+    invoke = partial(asyncio.to_thread, CliRunner().invoke, app)
+    made = await invoke(["backup", *common, "--ca", str(world.ca)])
     assert made.exit_code == 0, made.output
     assert "kept: mesh toy" in made.output
-    checked = CliRunner().invoke(app, ["restore", *common, "--check", "--json"])
+    checked = await invoke(["restore", *common, "--check", "--json"])
     assert checked.exit_code == 0
     assert '"mesh": "toy"' in checked.output
-    refused = CliRunner().invoke(app, ["restore", *common])
+    refused = await invoke(["restore", *common])
     assert isinstance(refused.exception, AlreadyExists)
