@@ -210,7 +210,10 @@ def _write(folder: Path, name: str, data: bytes) -> None:
     if len(parts) < 2 or not _NAME.fullmatch(parts[0]) or any(part in ("", ".", "..") for part in parts):
         raise PayloadCorrupt(f"the archive names a file that no backup names: {name[:200]!r}")
     path = folder.joinpath(*parts)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    inner = folder
+    for part in parts[:-1]:
+        inner /= part
+        inner.mkdir(mode=FOLDER_MODE, exist_ok=True)
     with open(path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         file.write(data)
         file.flush()
