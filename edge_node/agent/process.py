@@ -263,6 +263,7 @@ class _Pushes:
         requests: _OwnRequests,
         is_second: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_second = is_second
         self._requests = requests
         self._site = site
         self._world = world
