@@ -42,6 +42,7 @@ from mesh.settings import CoreSettings
 from mesh.systemd import told_ready
 from mesh.telemetry.log import configure_log
 from mesh.telemetry.metrics import Metrics
+from mesh.telemetry.traces import configure_traces
 from mesh.v1 import audit_pb2_grpc, blobs_pb2_grpc, node_pb2_grpc
 from placement.entry.mesh_view import ModelFacts
 from placement.entry.public import http_listener
@@ -59,10 +60,12 @@ async def serve(settings: CoreSettings) -> None:
     credentials = NodeCredentials.load(settings.identity.folder)
     place = credentials.place
     configure_log(settings.log, node_id=place.node_id)
+    tracer = configure_traces(settings.traces, node_id=place.node_id, role=Role.CORE.value)
     raise_descriptor_limit()
     check_certificate(credentials)
     await asyncio.to_thread(prepare_state_folder, settings.state_folder)
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
         node = node_server(str(settings.listeners.node), credentials)
         health, health_state = health_server(str(settings.listeners.health))
         peer = settings.placement  # before the model is loaded: without a registry there is no use for it

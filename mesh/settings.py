@@ -21,8 +21,8 @@ from mesh.node.serving_role import ServingRole
 __all__ = [
     "Address", "Bootstrap", "ConsulTlsFiles", "CoreEngine", "CoreListeners", "CoreSettings", "EdgeEngine",
     "EdgeListeners", "EdgeSettings", "Group", "Identity", "Log", "LogFormat", "LogLevel", "ModelFile",
-    "PlacementListeners", "PlacementPeer", "PlacementSettings", "RegistryKind", "RegistrySettings", "Systemd", "Uplink",
-    "leaves", "load_settings", "to_yaml",
+    "PlacementListeners", "PlacementPeer", "PlacementSettings", "RegistryKind", "RegistrySettings", "Systemd",
+    "Traces", "Uplink", "leaves", "load_settings", "to_yaml",
 ]  # fmt: skip
 
 
@@ -268,6 +268,19 @@ class Systemd(Group):
     """Silent for so many microseconds, the process is restarted (WATCHDOG_USEC); 0: no watchdog."""
 
 
+class Traces(Group):
+    """Traces of requests, off unless a collector is named (needs kvmesh[traces])."""
+
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+/?$")] | None = None
+    """OTLP over HTTP, e.g. http://127.0.0.1:4318; absent: no traces."""
+    sample_ratio: Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)] = 1.0
+    """Share of traces that begin here and are kept; those of a caller are kept if it keeps them."""
+    tell_tenant: bool = False
+    """Tenants' names may be in spans."""
+    tell_label: bool = False
+    """Labels may be in spans."""
+
+
 class Bootstrap(Group):
     """The first keys of an empty mesh."""
 
@@ -289,6 +302,7 @@ class Process(Group):
     drain_s: Seconds = 30.0
     """Longest time that running requests get to end or move after SIGTERM."""
     log: Log = Log()
+    traces: Traces = Traces()
     systemd: Systemd = Systemd()
 
 

@@ -60,6 +60,7 @@ from mesh.systemd import told_ready
 from mesh.telemetry.log import configure_log, get_logger
 from mesh.telemetry.mesh_metrics import UplinkCollector
 from mesh.telemetry.metrics import Metrics
+from mesh.telemetry.traces import configure_traces
 from mesh.v1 import admin_pb2, uplink_pb2
 from placement.decide.settings import DecideSettings
 from placement.entry.decisions import FrontDoorDeps
@@ -83,6 +84,7 @@ async def serve(settings: EdgeSettings) -> None:
     place = credentials.place
     identity = NodeIdentity(place, credentials)
     configure_log(settings.log, node_id=place.node_id)
+    tracer = configure_traces(settings.traces, node_id=place.node_id, role=Role.EDGE.value)
     raise_descriptor_limit()
     try:
         check_certificate(credentials)
@@ -90,6 +92,7 @@ async def serve(settings: EdgeSettings) -> None:
         log.error("certificate_not_valid", reason=error.reason, error=error.message)
     await asyncio.to_thread(prepare_state_folder, settings.state_folder)
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
         site = SiteConfig(settings.state_folder / _SITE_CONFIG_FILE)
         _load(site)
         model = await asyncio.to_thread(served_model, settings.model.id, settings.model.path)

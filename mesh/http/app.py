@@ -36,6 +36,7 @@ from mesh.http.schema import MAX_BODY_BYTES, Sampling, parse_chat, parse_complet
 from mesh.http.sse import SseResponse, until_disconnect
 from mesh.http.translate import chat_request, completion_request, samples_of
 from mesh.identity.principal import Principal
+from mesh.telemetry.traces import take_incoming
 from mesh.v1 import inference_pb2
 
 BODY_TIMEOUT_S = 30.0
@@ -94,6 +95,7 @@ class _Face:
         return Response(self._gateway.metrics(), media_type=METRICS_TYPE)
 
     async def _authenticate(self, request: Request) -> Principal:
+        take_incoming(request.headers.get("traceparent", ""))
         return await self._gateway.authenticate(request.headers.get("authorization"))
 
     async def _answer(

@@ -33,8 +33,10 @@ from mesh.node.port import (
     PortTokens,
     RunOrder,
 )
+from mesh.node.run_trace import RunTrace
 from mesh.node.serving_role import ServingRole
 from mesh.telemetry.log import get_logger
+from mesh.telemetry.traces import span
 
 log = get_logger(__name__)
 
@@ -149,17 +151,24 @@ class NodeHost:
 
         Raises PolicyDenied, Draining, UnknownModel, InvalidRequest, AlreadyExists, NotFound and StalePlan (of the
         hold), KvIncompatible (the hold's KV is of other tokens), Expired, Cancelled, and what the engine raises."""
+        traced = RunTrace(order, self._place.node_id)
         try:
             await self._desk.check_log()
             run = self._desk.start(order)
         except MeshError as exc:
             self._desk.counters.run_failed(exc)
+            traced.end(exc)
             raise
         try:
             async with aclosing(run.events()) as events:
                 async for event in events:
+                    traced.saw(event)
                     yield await self._port_event(run, event)
+        except MeshError as exc:
+            traced.end(exc)
+            raise
         finally:
+            traced.end()
             await self._desk.stop(run)
 
     async def _port_event(self, run: HostRun, event: RunEvent) -> PortEvent:
@@ -185,7 +194,13 @@ class NodeHost:
 
     async def move_kv(self, order: KvOrder, dial: Dial) -> KvReport:
         """Move KV as the dialling side; see NodePort.move_kv."""
-        return await self._moves.move_kv(order, dial)
+        parent, peer = order.context.traceparent, order.peer.place.node_id
+        with span(
+            "node.kv_move", parent=parent, node=self._place.node_id, target=peer, kind=order.direction.value
+        ) as moving:
+            report = await self._moves.move_kv(order, dial)
+            moving.set(codec=report.codec, kv_tokens=report.tokens, wire_bytes=report.wire_bytes)
+        return report
 
     async def serve_transfer(self, first: HostFrame, stream: FrameStream) -> None:
         """Do a transfer as the dialled side, or go on with one; `first` is the first frame of `stream`. Returns or

@@ -7,7 +7,7 @@ NodeUnreachable.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -29,6 +29,7 @@ class WorkContext:
     policy_version: int
     deadline_s: float | None = None  # remaining time; None: no limit
     entry_site: str = ""  # site of the entry, what a policy's `own` means; empty: no site is `own`
+    traceparent: str = field(default="", compare=False)  # see mesh.telemetry.traces; says nothing of whose data it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

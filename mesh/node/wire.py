@@ -24,6 +24,7 @@ from mesh.node.port import (
 )
 from mesh.node.sampling import MAX_LOGPROBS, SamplingParams
 from mesh.node.serving_role import ServingRole
+from mesh.telemetry.traces import checked_traceparent
 from mesh.v1 import common_pb2, node_pb2
 
 _REASONS = {
@@ -78,6 +79,7 @@ def context_to_wire(context: WorkContext) -> node_pb2.WorkContext:
         policy_version=context.policy_version,
         deadline_s=context.deadline_s,
         entry_site=context.entry_site,
+        traceparent=context.traceparent,
     )
 
 
@@ -99,6 +101,7 @@ def context_from_wire(message: node_pb2.WorkContext) -> WorkContext:
         policy_version=message.policy_version,
         deadline_s=deadline_s,
         entry_site=bounds.name("entry_site", message.entry_site, empty=True),
+        traceparent=checked_traceparent(message.traceparent),
     )
 
 

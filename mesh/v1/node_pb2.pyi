@@ -18,7 +18,7 @@ KV_DIRECTION_PUSH: KvDirection
 KV_DIRECTION_PULL: KvDirection
 
 class WorkContext(_message.Message):
-    __slots__ = ("request_id", "tenant", "label", "model", "salt", "policy_version", "deadline_s", "entry_site")
+    __slots__ = ("request_id", "tenant", "label", "model", "salt", "policy_version", "deadline_s", "entry_site", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class WorkContext(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     ENTRY_SITE_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
     label: str
@@ -35,7 +36,8 @@ class WorkContext(_message.Message):
     policy_version: int
     deadline_s: float
     entry_site: str
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., label: _Optional[str] = ..., model: _Optional[str] = ..., salt: _Optional[bytes] = ..., policy_version: _Optional[int] = ..., deadline_s: _Optional[float] = ..., entry_site: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., label: _Optional[str] = ..., model: _Optional[str] = ..., salt: _Optional[bytes] = ..., policy_version: _Optional[int] = ..., deadline_s: _Optional[float] = ..., entry_site: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class RunOrder(_message.Message):
     __slots__ = ("context", "run_id", "tokens", "prompt_tokens", "sampling", "priority", "kv_from", "prefill_only")

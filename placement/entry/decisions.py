@@ -129,7 +129,7 @@ class Decisions:
         label = accepted.placement.label
         return policy.allows(label, place, entry_site=self._own.site, kind=DataKind.PROMPT) is not None
 
-    def work(self, request_id: str, accepted: Accepted, plan: Plan) -> Work:
+    def work(self, request_id: str, accepted: Accepted, plan: Plan, traceparent: str = "") -> Work:
         """What all orders of the request have in common. Raises PolicyDenied without a cache namespace."""
         tenant, label, model = accepted.principal.tenant, accepted.placement.label, accepted.model.model_id
         context = WorkContext(
@@ -141,6 +141,7 @@ class Decisions:
             policy_version=plan.policy_version,
             deadline_s=accepted.placement.deadline_s,
             entry_site=self._own.site,
+            traceparent=traceparent,
         )
         return Work(
             context=context,

@@ -26,6 +26,7 @@ from mesh.node.port import (
     WorkContext,
 )
 from mesh.telemetry.log import get_logger
+from mesh.telemetry.traces import Span, start_span
 from placement.decide.moves import MoveWay
 from placement.entry import runner_types as rt
 from placement.entry.orders import Work, choose_codec, choose_dialler, run_event
@@ -194,10 +195,23 @@ class RequestDriver:
         )
 
     async def _run(self, effect: rt.StartRun) -> None:
+        leg = start_span(
+            "leg",
+            parent=self._work.context.traceparent,
+            node=effect.node_id,
+            kind="prefill" if effect.prefill_only else "run",
+            kv_tokens=0 if effect.kv_from is None else len(effect.token_ids) - 1,
+        )
+        try:
+            await self._run_traced(effect, leg.traceparent)
+        finally:
+            leg.end()
+
+    async def _run_traced(self, effect: rt.StartRun, traceparent: str) -> None:
         run_id = effect.run_id
         try:
             port = self._world.port(effect.node_id)
-            last = await self._while_stale(lambda: self._follow(port, effect))
+            last = await self._while_stale(lambda: self._follow(port, effect, traceparent))
             if not isinstance(last, rt.RunFinished | rt.RunHeld):
                 raise Internal(f"node {effect.node_id} ended a run without an outcome", node=effect.node_id)
         except MeshError as error:
@@ -212,13 +226,14 @@ class RequestDriver:
             wrapped = Internal(f"running at {effect.node_id} failed: {type(error).__name__}", node=effect.node_id)
             self._events.put_nowait(rt.RunFailed(run_id=run_id, error=wrapped))
 
-    async def _follow(self, port: NodePort, effect: rt.StartRun) -> rt.Event | None:
+    async def _follow(self, port: NodePort, effect: rt.StartRun, traceparent: str) -> rt.Event | None:
         """One try of a run; its last event. Raises StalePlan only if nothing came before."""
         last: rt.Event | None = None
         try:
             order = self._order(
                 effect.run_id, effect.token_ids, kv_from=effect.kv_from, prefill_only=effect.prefill_only
             )
+            order = replace(order, context=replace(order.context, traceparent=traceparent))
             async with aclosing(port.run(order)) as run:
                 async for event in run:
                     last = run_event(effect.run_id, event)
@@ -243,6 +258,19 @@ class RequestDriver:
             await asyncio.sleep(_STALE_PAUSE_S)
 
     async def _move_kv(self, effect: rt.MoveKv) -> None:
+        moving = start_span(
+            "kv_transfer",
+            parent=self._work.context.traceparent,
+            source=effect.source_node_id,
+            target=effect.target_node_id,
+            kind=effect.source.value,
+        )
+        try:
+            await self._move_traced(effect, moving)
+        finally:
+            moving.end()
+
+    async def _move_traced(self, effect: rt.MoveKv, moving: Span) -> None:
         try:
             source = self._world.port(effect.source_node_id)
             target = self._world.port(effect.target_node_id)
@@ -251,7 +279,7 @@ class RequestDriver:
             if effect.source is rt.KvSourceKind.PREFILL:
                 prefill = self._order(effect.source_run, effect.token_ids, prefill_only=True)
             order = KvOrder(
-                context=self._context(),
+                context=replace(self._context(), traceparent=moving.traceparent),
                 transfer_id=effect.transfer_id,
                 direction=direction,
                 peer=Peer(address=peer.address, place=peer.place),
@@ -271,6 +299,7 @@ class RequestDriver:
             report = await self._while_stale(lambda: dialler.move_kv(order))
             self._world.saw_transfer(effect.source_node_id, effect.target_node_id, report)
             self._on_report(report)
+            moving.set(codec=report.codec, kv_tokens=report.tokens, wire_bytes=report.wire_bytes)
             self._events.put_nowait(rt.KvMoved(transfer_id=effect.transfer_id, report=report))
         except MeshError as error:
             self._events.put_nowait(rt.KvFailed(transfer_id=effect.transfer_id, error=error))

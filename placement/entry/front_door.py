@@ -12,6 +12,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from functools import partial
 
 from mesh.errors import Draining, InvalidRequest, MeshError, NodeUnreachable, NotFound, Overloaded
 from mesh.identity.place import Place
@@ -19,6 +20,7 @@ from mesh.identity.principal import AccessRole, Principal
 from mesh.process import background
 from mesh.telemetry.log import get_logger, log_context
 from mesh.telemetry.metrics import Shape
+from mesh.telemetry.traces import Span, incoming, span, start_span
 from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import inference_pb2 as pb
 from mesh.v1 import sibling_pb2
@@ -96,25 +98,32 @@ class FrontDoor:
             raise InvalidRequest("resume_offset_tokens needs an idempotency_key", field="resume_offset_tokens")
         if request.resume_offset_tokens:
             raise NotFound("no request with this idempotency_key is here to resume", field="idempotency_key")
+        root = start_span("request", parent=incoming(), node=self._deps.signer.place.node_id, tenant=principal.tenant)
         try:
             self._refuse_if_full()
             await self._deps.receipts.check()
-            accepted = await self._decisions.accept(principal, request)
+            with span("intake", parent=root.traceparent) as intake:
+                accepted = await self._decisions.accept(principal, request)
+                intake.set(prompt_tokens=len(accepted.token_ids), raised=len(accepted.raised.findings))
             # Others were served meanwhile: the same key may have come in on another connection.
             known = self._known(principal, request)
             if known is not None:
+                root.end()
                 return known
             self._refuse_if_full()
-            plan = self._decisions.plan(accepted)
-            work = self._decisions.work(self._new_id(), accepted, plan)
+            with span("decision", parent=root.traceparent) as decision:
+                plan = self._decisions.plan(accepted)
+                decision.set(candidates=len(plan.candidates), policy_version=plan.policy_version)
+            work = self._decisions.work(self._new_id(), accepted, plan, root.traceparent)
         except MeshError as error:
             self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
+            root.end(error)
             raise
         stream = RequestStream(
             work.context.request_id, principal.tenant, _fingerprint(principal, request), accepted.idempotency_key
         )
         copied = self._copy_out(stream, accepted, request)
-        return self._start(accepted, plan, work, stream, copied=copied)
+        return self._start(accepted, plan, work, stream, root, copied=copied)
 
     def _known(self, principal: Principal, request: pb.GenerateRequest) -> RequestStream | None:
         """The request that has this key. One that failed is done again for a client that has nothing of it."""
@@ -135,12 +144,20 @@ class FrontDoor:
         plan: Plan,
         work: Work,
         stream: RequestStream,
+        root: Span,
         *,
         copied: tuple[Place, ...] = (),
         taken_over: TakenOver | None = None,
     ) -> RequestStream:
         request_id = work.context.request_id
         self._decisions.sent(plan, len(accepted.token_ids))
+        root.set(
+            request_id=request_id,
+            model=accepted.model.model_id,
+            label=accepted.placement.label,
+            shape=plan.choice.shape.name.lower(),
+            prompt_tokens=len(accepted.token_ids),
+        )
         with log_context(request_id=request_id):
             live = LiveRequest(
                 accepted=accepted,
@@ -161,10 +178,12 @@ class FrontDoor:
             self._log.add(stream, time.monotonic())
         self._live[request_id] = live
         self._producers[request_id] = task
-        task.add_done_callback(lambda _: self._ended(request_id))
+        task.add_done_callback(lambda _: self._ended(request_id, live, root))
         return stream
 
-    def _ended(self, request_id: str) -> None:
+    def _ended(self, request_id: str, live: LiveRequest, root: Span) -> None:
+        root.set(generated_tokens=live.driver.usage.completion_tokens)
+        root.end(live.error)
         del self._live[request_id], self._producers[request_id]
         self._read_elsewhere.discard(request_id)
         self._client_is_back(request_id)
@@ -240,8 +259,11 @@ class FrontDoor:
             if copy.stream.readers:
                 task = background(self._take_over(copy, None), f"take-over:{copy.stream.request_id}")
                 self._producers[copy.stream.request_id] = task
-                task.add_done_callback(lambda _, known=copy.stream.request_id: self._producers.pop(known, None))
+                task.add_done_callback(partial(self._taken_over, copy.stream.request_id))
             asyncio.get_running_loop().call_later(KEEP_S, self._nobody_came, copy)
+
+    def _taken_over(self, request_id: str, _: asyncio.Task[None]) -> None:
+        self._producers.pop(request_id, None)
 
     def _nobody_came(self, copy: Copy) -> None:
         gone = NodeUnreachable(f"the entry {copy.origin} is gone, and nobody asked for its request", node=copy.origin)
@@ -259,14 +281,15 @@ class FrontDoor:
             await self._deps.receipts.check()
             accepted = await self._decisions.accept(who, copy.to_go_on())
             plan = self._decisions.plan(accepted)
-            work = self._decisions.work(self._new_id(), accepted, plan)
+            root = start_span("request", node=self._deps.signer.place.node_id, tenant=who.tenant, kind="taken_over")
+            work = self._decisions.work(self._new_id(), accepted, plan, root.traceparent)
         except MeshError as error:
             self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
             copy.stream.end(time.monotonic(), error)
             return
         log.info("request_taken_over", request_id=before, origin=copy.origin, tokens=len(copy.stream.token_ids))
         self._log.rename(copy.stream, work.context.request_id)
-        self._start(accepted, plan, work, copy.stream, taken_over=TakenOver(request_id=before, entry=copy.origin))
+        self._start(accepted, plan, work, copy.stream, root, taken_over=TakenOver(request_id=before, entry=copy.origin))
         if not copy.stream.readers:
             self._client_left(copy.stream)
 

@@ -139,6 +139,11 @@ class LiveRequest:
         else:  # its client had a decision before; what changes for it is where the tokens come from
             stream.append(pb.GenerateResponse(migration=migration_to_wire(_taken_up(stream, plan))))
 
+    @property
+    def error(self) -> MeshError | None:
+        """What it ended with, if that was none of the good ends."""
+        return self._error
+
     def copied_to(self, places: Iterable[Place]) -> None:
         """These entries keep a copy of it."""
         self._draft.copies.update({place.node_id: place.site for place in places})

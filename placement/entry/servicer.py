@@ -11,6 +11,7 @@ import grpc.aio
 from mesh.errors import NotImplementedHere
 from mesh.identity.principal import Principal
 from mesh.node.serving_role import ServingRole, serving_role
+from mesh.telemetry.traces import take_incoming
 from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import admin_pb2_grpc as admin_grpc
 from mesh.v1 import inference_pb2 as pb
@@ -31,6 +32,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
+        take_incoming(_traceparent(context))
         async with aclosing(self._door.generate(self._authenticate(context), request)) as responses:
             async for response in responses:
                 yield response
@@ -48,6 +50,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     async def Explain(self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext) -> pb.ExplainResponse:
         return await self._door.explain(self._authenticate(context), request.request)
+
+
+def _traceparent(context: grpc.aio.ServicerContext) -> str:
+    found = [value for key, value in context.invocation_metadata() or () if key == "traceparent"]
+    return found[0] if len(found) == 1 and isinstance(found[0], str) else ""
 
 
 class SnapshotSource(Protocol):

@@ -41,6 +41,7 @@ from mesh.systemd import told_ready
 from mesh.telemetry.log import configure_log, get_logger
 from mesh.telemetry.mesh_metrics import MeshCollector
 from mesh.telemetry.metrics import Metrics
+from mesh.telemetry.traces import configure_traces
 from mesh.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -86,10 +87,12 @@ async def serve(settings: PlacementSettings) -> None:
     place = credentials.place
     identity = NodeIdentity(place, credentials)
     configure_log(settings.log, node_id=place.node_id)
+    tracer = configure_traces(settings.traces, node_id=place.node_id, role=Role.PLACEMENT.value)
     raise_descriptor_limit()
     check_certificate(credentials)
     await asyncio.to_thread(prepare_state_folder, settings.state_folder)
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
         node = node_server(str(settings.listeners.node), credentials)
         models = await asyncio.to_thread(_models, settings)
         file = settings.state_folder / _REGISTRY_FILE

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
 
 import grpc.aio
 
@@ -52,7 +53,7 @@ class StreamCopies:
         count = self._stream.count
         message = entries_to_wire(self._stream.request_id, entries)
         for link in self._links:
-            link.tell(pb.ShareRequest(entries=message), lambda link=link: self._has(link, count), self._drop)
+            link.tell(pb.ShareRequest(entries=message), partial(self._has, link, count), self._drop)
         self._show()
 
     def ended(self, error: MeshError | None) -> None:
@@ -213,8 +214,10 @@ class Siblings:
             task.add_done_callback(self._closing.discard)
         for node_id, peer in wanted.items():
             if node_id not in self._links:
-                told = lambda request_id, followed: self.on_followed(request_id, followed)  # noqa: E731
-                self._links[node_id] = SiblingLink(peer, self._dial, self._in_flight, told)
+                self._links[node_id] = SiblingLink(peer, self._dial, self._in_flight, self._followed_there)
+
+    def _followed_there(self, request_id: str, followed: bool) -> None:
+        self.on_followed(request_id, followed)
 
     def up(self) -> tuple[Dialled, ...]:
         """Those that hear us."""
