@@ -201,7 +201,7 @@ class RevokeKeyResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeView(_message.Message):
-    __slots__ = ("node_id", "tier", "site", "region", "jurisdiction", "state", "address", "models", "running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "age_s", "rtt_s", "goodput_bytes_per_s", "draining", "role", "prefill_token_s", "prefill_growth_s")
+    __slots__ = ("node_id", "tier", "site", "region", "jurisdiction", "state", "address", "models", "running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "age_s", "rtt_s", "goodput_bytes_per_s", "draining", "role", "prefill_token_s", "prefill_growth_s", "models_as_before")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,7 @@ class NodeView(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_GROWTH_S_FIELD_NUMBER: _ClassVar[int]
+    MODELS_AS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     tier: str
     site: str
@@ -246,7 +247,8 @@ class NodeView(_message.Message):
     role: str
     prefill_token_s: float
     prefill_growth_s: float
-    def __init__(self, node_id: _Optional[str] = ..., tier: _Optional[str] = ..., site: _Optional[str] = ..., region: _Optional[str] = ..., jurisdiction: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[NodeModel, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., age_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., role: _Optional[str] = ..., prefill_token_s: _Optional[float] = ..., prefill_growth_s: _Optional[float] = ...) -> None: ...
+    models_as_before: bool
+    def __init__(self, node_id: _Optional[str] = ..., tier: _Optional[str] = ..., site: _Optional[str] = ..., region: _Optional[str] = ..., jurisdiction: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[NodeModel, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., age_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., role: _Optional[str] = ..., prefill_token_s: _Optional[float] = ..., prefill_growth_s: _Optional[float] = ..., models_as_before: _Optional[bool] = ...) -> None: ...
 
 class NodeModel(_message.Message):
     __slots__ = ("id", "weights_dtype", "max_context_tokens", "layout_hash", "weights_lineage", "digest", "kv_bytes_per_token", "codecs")
@@ -283,16 +285,22 @@ class KvCodec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., ratio: _Optional[float] = ..., loss_ratio: _Optional[float] = ..., encode_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("version", "nodes", "registry_age_s", "made_unix_s")
+    __slots__ = ("version", "nodes", "registry_age_s", "made_unix_s", "sequence", "is_delta", "gone")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     REGISTRY_AGE_S_FIELD_NUMBER: _ClassVar[int]
     MADE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    IS_DELTA_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     version: int
     nodes: _containers.RepeatedCompositeFieldContainer[NodeView]
     registry_age_s: float
     made_unix_s: float
-    def __init__(self, version: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeView, _Mapping]]] = ..., registry_age_s: _Optional[float] = ..., made_unix_s: _Optional[float] = ...) -> None: ...
+    sequence: int
+    is_delta: bool
+    gone: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeView, _Mapping]]] = ..., registry_age_s: _Optional[float] = ..., made_unix_s: _Optional[float] = ..., sequence: _Optional[int] = ..., is_delta: _Optional[bool] = ..., gone: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetSnapshotRequest(_message.Message):
     __slots__ = ()

@@ -27,7 +27,7 @@ from mesh.v1 import common_pb2 as mesh_dot_v1_dot_common__pb2
 from mesh.v1 import node_pb2 as mesh_dot_v1_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14mesh/v1/uplink.proto\x12\x07mesh.v1\x1a\x13mesh/v1/admin.proto\x1a\x14mesh/v1/common.proto\x1a\x12mesh/v1/node.proto\"\xf1\x01\n\rAttachRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.mesh.v1.AgentHelloH\x00\x12\'\n\theartbeat\x18\x02 \x01(\x0b\x32\x12.mesh.v1.HeartbeatH\x00\x12(\n\nwork_event\x18\x03 \x01(\x0b\x32\x12.mesh.v1.WorkEventH\x00\x12*\n\x0bwork_result\x18\x04 \x01(\x0b\x32\x13.mesh.v1.WorkResultH\x00\x12\x30\n\x0e\x63ommand_result\x18\x05 \x01(\x0b\x32\x16.mesh.v1.CommandResultH\x00\x42\t\n\x07message\"\xd0\x02\n\x0e\x41ttachResponse\x12&\n\x05lease\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SessionLeaseH\x00\x12(\n\x07renewal\x18\x02 \x01(\x0b\x32\x15.mesh.v1.LeaseRenewalH\x00\x12\x1f\n\x03run\x18\x03 \x01(\x0b\x32\x10.mesh.v1.WorkRunH\x00\x12&\n\x07move_kv\x18\x04 \x01(\x0b\x32\x13.mesh.v1.WorkMoveKvH\x00\x12%\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x13.mesh.v1.WorkCancelH\x00\x12%\n\x06\x63onfig\x18\x06 \x01(\x0b\x32\x13.mesh.v1.SiteConfigH\x00\x12%\n\x08snapshot\x18\x07 \x01(\x0b\x32\x11.mesh.v1.SnapshotH\x00\x12#\n\x07\x63ommand\x18\x08 \x01(\x0b\x32\x10.mesh.v1.CommandH\x00\x42\t\n\x07message\"\x88\x01\n\nAgentHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\"\n\x06models\x18\x03 \x03(\x0b\x32\x12.mesh.v1.NodeModel\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x11.mesh.v1.NodeLoad\x12\x14\n\x0c\x63lock_unix_s\x18\x05 \x01(\x01\"^\n\x0cSessionLease\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x02\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x02\x12\x14\n\x0c\x63lock_unix_s\x18\x04 \x01(\x01\"q\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.mesh.v1.NodeLoad\x12\r\n\x05rtt_s\x18\x03 \x01(\x02\x12\"\n\x06models\x18\x04 \x03(\x0b\x32\x12.mesh.v1.NodeModel\" \n\x0cLeaseRenewal\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"<\n\x07WorkRun\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12 \n\x05order\x18\x02 \x01(\x0b\x32\x11.mesh.v1.RunOrder\"v\n\nWorkMoveKv\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12\x1d\n\x04open\x18\x02 \x01(\x0b\x32\x0f.mesh.v1.KvOpen\x12\x14\n\x0cpeer_address\x18\x03 \x01(\t\x12\"\n\npeer_place\x18\x04 \x01(\x0b\x32\x0e.mesh.v1.Place\"-\n\nWorkCancel\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12\x0e\n\x06run_id\x18\x02 \x01(\t\">\n\tWorkEvent\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12 \n\x05\x65vent\x18\x02 \x01(\x0b\x32\x11.mesh.v1.RunEvent\"\xe3\x01\n\nWorkResult\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12$\n\tkv_report\x18\x04 \x01(\x0b\x32\x11.mesh.v1.KvReport\x12<\n\rerror_details\x18\x05 \x03(\x0b\x32%.mesh.v1.WorkResult.ErrorDetailsEntry\x1a\x33\n\x11\x45rrorDetailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xbb\x01\n\nSiteConfig\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\'\n\x08policies\x18\x02 \x03(\x0b\x32\x15.mesh.v1.StoredPolicy\x12$\n\x04keys\x18\x03 \x03(\x0b\x32\x16.mesh.v1.TenantKeyHash\x12\"\n\x05salts\x18\x04 \x03(\x0b\x32\x13.mesh.v1.TenantSalt\x12\r\n\x05\x65poch\x18\x05 \x01(\t\x12\x1a\n\x12\x64irectory_revision\x18\x06 \x01(\x04\"K\n\rTenantKeyHash\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0c\n\x04hash\x18\x04 \x01(\x0c\",\n\nTenantSalt\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\"\x92\x02\n\x07\x43ommand\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12*\n\x07migrate\x18\x02 \x01(\x0b\x32\x17.mesh.v1.MigrateRequestH\x00\x12*\n\x07witness\x18\x04 \x01(\x0b\x32\x17.mesh.v1.WitnessRequestH\x00\x12&\n\x06\x61ttend\x18\x06 \x01(\x0b\x32\x14.mesh.v1.RelayAttendH\x00\x12\x35\n\rlist_requests\x18\t \x01(\x0b\x32\x1c.mesh.v1.ListRequestsRequestH\x00\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12!\n\x06target\x18\x05 \x01(\x0b\x32\x11.mesh.v1.NodeViewB\t\n\x07\x63ommand\"\x1d\n\x0bRelayAttend\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xcd\x02\n\rCommandResult\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12)\n\x07migrate\x18\x04 \x01(\x0b\x32\x18.mesh.v1.MigrateResponse\x12)\n\x07witness\x18\x05 \x01(\x0b\x32\x18.mesh.v1.WitnessResponse\x12?\n\rerror_details\x18\x06 \x03(\x0b\x32(.mesh.v1.CommandResult.ErrorDetailsEntry\x12/\n\x08requests\x18\t \x01(\x0b\x32\x1d.mesh.v1.ListRequestsResponse\x1a\x33\n\x11\x45rrorDetailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"[\n\x0eWitnessRequest\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SignedRecord\x12\x12\n\nkept_chain\x18\x02 \x01(\t\x12\x10\n\x08kept_seq\x18\x03 \x01(\x04\"6\n\x0fWitnessResponse\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SignedRecord2G\n\x06Uplink\x12=\n\x06\x41ttach\x12\x16.mesh.v1.AttachRequest\x1a\x17.mesh.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14mesh/v1/uplink.proto\x12\x07mesh.v1\x1a\x13mesh/v1/admin.proto\x1a\x14mesh/v1/common.proto\x1a\x12mesh/v1/node.proto\"\xf1\x01\n\rAttachRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.mesh.v1.AgentHelloH\x00\x12\'\n\theartbeat\x18\x02 \x01(\x0b\x32\x12.mesh.v1.HeartbeatH\x00\x12(\n\nwork_event\x18\x03 \x01(\x0b\x32\x12.mesh.v1.WorkEventH\x00\x12*\n\x0bwork_result\x18\x04 \x01(\x0b\x32\x13.mesh.v1.WorkResultH\x00\x12\x30\n\x0e\x63ommand_result\x18\x05 \x01(\x0b\x32\x16.mesh.v1.CommandResultH\x00\x42\t\n\x07message\"\xd0\x02\n\x0e\x41ttachResponse\x12&\n\x05lease\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SessionLeaseH\x00\x12(\n\x07renewal\x18\x02 \x01(\x0b\x32\x15.mesh.v1.LeaseRenewalH\x00\x12\x1f\n\x03run\x18\x03 \x01(\x0b\x32\x10.mesh.v1.WorkRunH\x00\x12&\n\x07move_kv\x18\x04 \x01(\x0b\x32\x13.mesh.v1.WorkMoveKvH\x00\x12%\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x13.mesh.v1.WorkCancelH\x00\x12%\n\x06\x63onfig\x18\x06 \x01(\x0b\x32\x13.mesh.v1.SiteConfigH\x00\x12%\n\x08snapshot\x18\x07 \x01(\x0b\x32\x11.mesh.v1.SnapshotH\x00\x12#\n\x07\x63ommand\x18\x08 \x01(\x0b\x32\x10.mesh.v1.CommandH\x00\x42\t\n\x07message\"\xa1\x01\n\nAgentHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\"\n\x06models\x18\x03 \x03(\x0b\x32\x12.mesh.v1.NodeModel\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x11.mesh.v1.NodeLoad\x12\x14\n\x0c\x63lock_unix_s\x18\x05 \x01(\x01\x12\x17\n\x0fsnapshot_deltas\x18\x06 \x01(\x08\"^\n\x0cSessionLease\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x02\x12\x13\n\x0bheartbeat_s\x18\x03 \x01(\x02\x12\x14\n\x0c\x63lock_unix_s\x18\x04 \x01(\x01\"q\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x1f\n\x04load\x18\x02 \x01(\x0b\x32\x11.mesh.v1.NodeLoad\x12\r\n\x05rtt_s\x18\x03 \x01(\x02\x12\"\n\x06models\x18\x04 \x03(\x0b\x32\x12.mesh.v1.NodeModel\" \n\x0cLeaseRenewal\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"<\n\x07WorkRun\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12 \n\x05order\x18\x02 \x01(\x0b\x32\x11.mesh.v1.RunOrder\"v\n\nWorkMoveKv\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12\x1d\n\x04open\x18\x02 \x01(\x0b\x32\x0f.mesh.v1.KvOpen\x12\x14\n\x0cpeer_address\x18\x03 \x01(\t\x12\"\n\npeer_place\x18\x04 \x01(\x0b\x32\x0e.mesh.v1.Place\"-\n\nWorkCancel\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12\x0e\n\x06run_id\x18\x02 \x01(\t\">\n\tWorkEvent\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12 \n\x05\x65vent\x18\x02 \x01(\x0b\x32\x11.mesh.v1.RunEvent\"\xe3\x01\n\nWorkResult\x12\x0f\n\x07work_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12$\n\tkv_report\x18\x04 \x01(\x0b\x32\x11.mesh.v1.KvReport\x12<\n\rerror_details\x18\x05 \x03(\x0b\x32%.mesh.v1.WorkResult.ErrorDetailsEntry\x1a\x33\n\x11\x45rrorDetailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xbb\x01\n\nSiteConfig\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\'\n\x08policies\x18\x02 \x03(\x0b\x32\x15.mesh.v1.StoredPolicy\x12$\n\x04keys\x18\x03 \x03(\x0b\x32\x16.mesh.v1.TenantKeyHash\x12\"\n\x05salts\x18\x04 \x03(\x0b\x32\x13.mesh.v1.TenantSalt\x12\r\n\x05\x65poch\x18\x05 \x01(\t\x12\x1a\n\x12\x64irectory_revision\x18\x06 \x01(\x04\"K\n\rTenantKeyHash\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0c\n\x04hash\x18\x04 \x01(\x0c\",\n\nTenantSalt\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\"\x92\x02\n\x07\x43ommand\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12*\n\x07migrate\x18\x02 \x01(\x0b\x32\x17.mesh.v1.MigrateRequestH\x00\x12*\n\x07witness\x18\x04 \x01(\x0b\x32\x17.mesh.v1.WitnessRequestH\x00\x12&\n\x06\x61ttend\x18\x06 \x01(\x0b\x32\x14.mesh.v1.RelayAttendH\x00\x12\x35\n\rlist_requests\x18\t \x01(\x0b\x32\x1c.mesh.v1.ListRequestsRequestH\x00\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12!\n\x06target\x18\x05 \x01(\x0b\x32\x11.mesh.v1.NodeViewB\t\n\x07\x63ommand\"\x1d\n\x0bRelayAttend\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xcd\x02\n\rCommandResult\x12\x12\n\ncommand_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12)\n\x07migrate\x18\x04 \x01(\x0b\x32\x18.mesh.v1.MigrateResponse\x12)\n\x07witness\x18\x05 \x01(\x0b\x32\x18.mesh.v1.WitnessResponse\x12?\n\rerror_details\x18\x06 \x03(\x0b\x32(.mesh.v1.CommandResult.ErrorDetailsEntry\x12/\n\x08requests\x18\t \x01(\x0b\x32\x1d.mesh.v1.ListRequestsResponse\x1a\x33\n\x11\x45rrorDetailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"[\n\x0eWitnessRequest\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SignedRecord\x12\x12\n\nkept_chain\x18\x02 \x01(\t\x12\x10\n\x08kept_seq\x18\x03 \x01(\x04\"6\n\x0fWitnessResponse\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SignedRecord2G\n\x06Uplink\x12=\n\x06\x41ttach\x12\x16.mesh.v1.AttachRequest\x1a\x17.mesh.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,43 +43,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHRESPONSE']._serialized_start=341
   _globals['_ATTACHRESPONSE']._serialized_end=677
   _globals['_AGENTHELLO']._serialized_start=680
-  _globals['_AGENTHELLO']._serialized_end=816
-  _globals['_SESSIONLEASE']._serialized_start=818
-  _globals['_SESSIONLEASE']._serialized_end=912
-  _globals['_HEARTBEAT']._serialized_start=914
-  _globals['_HEARTBEAT']._serialized_end=1027
-  _globals['_LEASERENEWAL']._serialized_start=1029
-  _globals['_LEASERENEWAL']._serialized_end=1061
-  _globals['_WORKRUN']._serialized_start=1063
-  _globals['_WORKRUN']._serialized_end=1123
-  _globals['_WORKMOVEKV']._serialized_start=1125
-  _globals['_WORKMOVEKV']._serialized_end=1243
-  _globals['_WORKCANCEL']._serialized_start=1245
-  _globals['_WORKCANCEL']._serialized_end=1290
-  _globals['_WORKEVENT']._serialized_start=1292
-  _globals['_WORKEVENT']._serialized_end=1354
-  _globals['_WORKRESULT']._serialized_start=1357
-  _globals['_WORKRESULT']._serialized_end=1584
-  _globals['_WORKRESULT_ERRORDETAILSENTRY']._serialized_start=1533
-  _globals['_WORKRESULT_ERRORDETAILSENTRY']._serialized_end=1584
-  _globals['_SITECONFIG']._serialized_start=1587
-  _globals['_SITECONFIG']._serialized_end=1774
-  _globals['_TENANTKEYHASH']._serialized_start=1776
-  _globals['_TENANTKEYHASH']._serialized_end=1851
-  _globals['_TENANTSALT']._serialized_start=1853
-  _globals['_TENANTSALT']._serialized_end=1897
-  _globals['_COMMAND']._serialized_start=1900
-  _globals['_COMMAND']._serialized_end=2174
-  _globals['_RELAYATTEND']._serialized_start=2176
-  _globals['_RELAYATTEND']._serialized_end=2205
-  _globals['_COMMANDRESULT']._serialized_start=2208
-  _globals['_COMMANDRESULT']._serialized_end=2541
-  _globals['_COMMANDRESULT_ERRORDETAILSENTRY']._serialized_start=1533
-  _globals['_COMMANDRESULT_ERRORDETAILSENTRY']._serialized_end=1584
-  _globals['_WITNESSREQUEST']._serialized_start=2543
-  _globals['_WITNESSREQUEST']._serialized_end=2634
-  _globals['_WITNESSRESPONSE']._serialized_start=2636
-  _globals['_WITNESSRESPONSE']._serialized_end=2690
-  _globals['_UPLINK']._serialized_start=2692
-  _globals['_UPLINK']._serialized_end=2763
+  _globals['_AGENTHELLO']._serialized_end=841
+  _globals['_SESSIONLEASE']._serialized_start=843
+  _globals['_SESSIONLEASE']._serialized_end=937
+  _globals['_HEARTBEAT']._serialized_start=939
+  _globals['_HEARTBEAT']._serialized_end=1052
+  _globals['_LEASERENEWAL']._serialized_start=1054
+  _globals['_LEASERENEWAL']._serialized_end=1086
+  _globals['_WORKRUN']._serialized_start=1088
+  _globals['_WORKRUN']._serialized_end=1148
+  _globals['_WORKMOVEKV']._serialized_start=1150
+  _globals['_WORKMOVEKV']._serialized_end=1268
+  _globals['_WORKCANCEL']._serialized_start=1270
+  _globals['_WORKCANCEL']._serialized_end=1315
+  _globals['_WORKEVENT']._serialized_start=1317
+  _globals['_WORKEVENT']._serialized_end=1379
+  _globals['_WORKRESULT']._serialized_start=1382
+  _globals['_WORKRESULT']._serialized_end=1609
+  _globals['_WORKRESULT_ERRORDETAILSENTRY']._serialized_start=1558
+  _globals['_WORKRESULT_ERRORDETAILSENTRY']._serialized_end=1609
+  _globals['_SITECONFIG']._serialized_start=1612
+  _globals['_SITECONFIG']._serialized_end=1799
+  _globals['_TENANTKEYHASH']._serialized_start=1801
+  _globals['_TENANTKEYHASH']._serialized_end=1876
+  _globals['_TENANTSALT']._serialized_start=1878
+  _globals['_TENANTSALT']._serialized_end=1922
+  _globals['_COMMAND']._serialized_start=1925
+  _globals['_COMMAND']._serialized_end=2199
+  _globals['_RELAYATTEND']._serialized_start=2201
+  _globals['_RELAYATTEND']._serialized_end=2230
+  _globals['_COMMANDRESULT']._serialized_start=2233
+  _globals['_COMMANDRESULT']._serialized_end=2566
+  _globals['_COMMANDRESULT_ERRORDETAILSENTRY']._serialized_start=1558
+  _globals['_COMMANDRESULT_ERRORDETAILSENTRY']._serialized_end=1609
+  _globals['_WITNESSREQUEST']._serialized_start=2568
+  _globals['_WITNESSREQUEST']._serialized_end=2659
+  _globals['_WITNESSRESPONSE']._serialized_start=2661
+  _globals['_WITNESSRESPONSE']._serialized_end=2715
+  _globals['_UPLINK']._serialized_start=2717
+  _globals['_UPLINK']._serialized_end=2788
 # @@protoc_insertion_point(module_scope)

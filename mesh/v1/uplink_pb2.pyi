@@ -44,18 +44,20 @@ class AttachResponse(_message.Message):
     def __init__(self, lease: _Optional[_Union[SessionLease, _Mapping]] = ..., renewal: _Optional[_Union[LeaseRenewal, _Mapping]] = ..., run: _Optional[_Union[WorkRun, _Mapping]] = ..., move_kv: _Optional[_Union[WorkMoveKv, _Mapping]] = ..., cancel: _Optional[_Union[WorkCancel, _Mapping]] = ..., config: _Optional[_Union[SiteConfig, _Mapping]] = ..., snapshot: _Optional[_Union[_admin_pb2.Snapshot, _Mapping]] = ..., command: _Optional[_Union[Command, _Mapping]] = ...) -> None: ...
 
 class AgentHello(_message.Message):
-    __slots__ = ("protocol", "build", "models", "load", "clock_unix_s")
+    __slots__ = ("protocol", "build", "models", "load", "clock_unix_s", "snapshot_deltas")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     CLOCK_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_DELTAS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     build: str
     models: _containers.RepeatedCompositeFieldContainer[_admin_pb2.NodeModel]
     load: _node_pb2.NodeLoad
     clock_unix_s: float
-    def __init__(self, protocol: _Optional[int] = ..., build: _Optional[str] = ..., models: _Optional[_Iterable[_Union[_admin_pb2.NodeModel, _Mapping]]] = ..., load: _Optional[_Union[_node_pb2.NodeLoad, _Mapping]] = ..., clock_unix_s: _Optional[float] = ...) -> None: ...
+    snapshot_deltas: bool
+    def __init__(self, protocol: _Optional[int] = ..., build: _Optional[str] = ..., models: _Optional[_Iterable[_Union[_admin_pb2.NodeModel, _Mapping]]] = ..., load: _Optional[_Union[_node_pb2.NodeLoad, _Mapping]] = ..., clock_unix_s: _Optional[float] = ..., snapshot_deltas: _Optional[bool] = ...) -> None: ...
 
 class SessionLease(_message.Message):
     __slots__ = ("session_id", "lease_s", "heartbeat_s", "clock_unix_s")

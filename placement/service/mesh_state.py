@@ -143,9 +143,12 @@ class MeshState:
         return self._to_wire(self.nodes())
 
     def snapshot_for(self, site_place: Place) -> admin.Snapshot:
-        """What an edge needs to decide by itself: the core, and its own site."""
-        nodes = [n for n in self.nodes() if n.place.tier is Tier.CORE or n.place.site == site_place.site]
-        return self._to_wire(nodes)
+        """What an edge needs to decide by itself: the core, and its own site. As of now for one site; of all sites
+        those that are pushed together share one reading of the nodes."""
+        return self._snapshots().of(site_place.site)
+
+    def _snapshots(self) -> SiteSnapshots:
+        return SiteSnapshots(self.wire_snapshot())
 
     async def changed(self, timeout_s: float) -> None:
         """Return at the next change, or after the time."""
@@ -255,7 +258,8 @@ class MeshState:
         while True:
             # Not before the registry was heard once: a mesh without its core nodes would make sites drop their links.
             if self._heard_s is not None:
-                self._hub.push_snapshot(self.snapshot_for)
+                together = self._snapshots()
+                self._hub.push_snapshot(lambda site_place, now=together: now.of(site_place.site))  # type: ignore[misc]
             await self.changed(_PUSH_EVERY_S)
 
     async def _beat_for_edges(self) -> None:
@@ -284,6 +288,29 @@ class MeshState:
     async def _register_edge(self, edge: AttachedEdge) -> None:
         models = models_from_wire(edge.models)
         await self._registry.register(to_registration(edge.place, "", models, ttl_s=_EDGE_TTL_S))
+
+
+class SiteSnapshots:
+    """One reading of the mesh, cut for each site: nodes are read once, not once for each site."""
+
+    def __init__(self, whole: admin.Snapshot) -> None:
+        self._whole = whole
+        self._core = [node for node in whole.nodes if node.tier == Tier.CORE.value]
+        self._at: dict[str, list[admin.NodeView]] = {}
+        for node in whole.nodes:
+            if node.tier != Tier.CORE.value:
+                self._at.setdefault(node.site, []).append(node)
+
+    def of(self, site: str) -> admin.Snapshot:
+        """The core, and the site's own nodes, by id."""
+        nodes = sorted((*self._core, *self._at.get(site, ())), key=lambda node: node.node_id)
+        whole = self._whole
+        return admin.Snapshot(
+            version=whole.version,
+            registry_age_s=whole.registry_age_s,
+            made_unix_s=whole.made_unix_s,
+            nodes=nodes,
+        )
 
 
 def _edge_facts(edge: AttachedEdge) -> NodeFacts:

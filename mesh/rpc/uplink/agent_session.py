@@ -18,6 +18,7 @@ from mesh.rpc.uplink.clock import Clock, time_limit
 from mesh.rpc.uplink.lease import HeartbeatBook, Lease
 from mesh.rpc.uplink.orders import OnCommand, Orders
 from mesh.rpc.uplink.outbox import Outbox
+from mesh.rpc.uplink.snapshot_delta import HeardSnapshot
 from mesh.rpc.uplink.types import UplinkHost, UplinkLimits
 from mesh.telemetry.log import get_logger
 from mesh.v1 import admin_pb2, node_pb2, uplink_pb2
@@ -69,6 +70,7 @@ class AgentSession:
         self._book = HeartbeatBook()
         self._outbox: Outbox[uplink_pb2.AttachRequest] = Outbox(max_bytes=limits.outbox_bytes)
         self._pushes: Outbox[uplink_pb2.AttachResponse] = Outbox(max_bytes=0)  # only its slots are used
+        self._heard = HeardSnapshot()
         self._leaving = False
         self._load_failed = False
         self._untold_models: tuple[admin_pb2.NodeModel, ...] = ()
@@ -152,8 +154,11 @@ class AgentSession:
                 orders.cancel(message.cancel)
             case "command":
                 orders.command(message.command)
-            case "config" | "snapshot" as slot:
-                self._pushes.put_latest(slot, message)
+            case "config":
+                self._pushes.put_latest("config", message)
+            case "snapshot":  # put together here: a delta must not be skipped, whole snapshots may
+                whole = self._heard.take(message.snapshot, self._clock.monotonic())
+                self._pushes.put_latest("snapshot", uplink_pb2.AttachResponse(snapshot=whole))
             case kind:
                 raise RevisionMismatch(f"the hub sent a message that this build cannot take here: {kind}")
 

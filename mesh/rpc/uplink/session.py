@@ -20,6 +20,7 @@ from mesh.rpc.uplink import wire
 from mesh.rpc.uplink.clock import Clock, time_limit
 from mesh.rpc.uplink.lease import HeartbeatOrder, Lease
 from mesh.rpc.uplink.outbox import Outbox
+from mesh.rpc.uplink.snapshot_delta import ToldSnapshot
 from mesh.rpc.uplink.types import AgentFacts, AttachedEdge, UplinkLimits
 from mesh.rpc.uplink.worktable import Delivery, Work, WorkTable
 from mesh.v1 import node_pb2, uplink_pb2
@@ -78,6 +79,7 @@ class Session:
         self._works: WorkTable[node_pb2.RunEvent, KvReport] = WorkTable(
             place.node_id, max_open=limits.max_open, max_unread_bytes=limits.unread_bytes
         )
+        self._told = ToldSnapshot()
         self._sent: set[int] = set()  # open orders that were handed to the stream
         self._commands: dict[int, asyncio.Future[uplink_pb2.CommandResult]] = {}
         self._next_command_id = 1
@@ -168,6 +170,9 @@ class Session:
             while (message := await self._outbox.get()) is not None:
                 if message.HasField("run") or message.HasField("move_kv"):
                     self._sent.add(message.run.work_id or message.move_kv.work_id)
+                if message.HasField("snapshot") and self.facts.snapshot_deltas:
+                    told = self._told.next(message.snapshot, self._clock.monotonic())
+                    message = uplink_pb2.AttachResponse(snapshot=told)
                 await write(message)
         except MeshError:
             return  # closed: the session has ended

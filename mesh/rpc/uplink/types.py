@@ -56,6 +56,7 @@ class AgentFacts:
 
     build: str
     models: tuple[admin_pb2.NodeModel, ...]
+    snapshot_deltas: bool = True  # it takes what changed instead of whole snapshots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

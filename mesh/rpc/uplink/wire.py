@@ -34,7 +34,12 @@ def cost_bytes(message: Message) -> int:
 def hello_to_wire(facts: AgentFacts, load: node_pb2.NodeLoad | None, clock_unix_s: float) -> uplink_pb2.AttachRequest:
     """The agent's first message."""
     hello = uplink_pb2.AgentHello(
-        protocol=PROTOCOL, build=facts.build, models=facts.models, load=load, clock_unix_s=clock_unix_s
+        protocol=PROTOCOL,
+        build=facts.build,
+        models=facts.models,
+        load=load,
+        clock_unix_s=clock_unix_s,
+        snapshot_deltas=facts.snapshot_deltas,
     )
     return uplink_pb2.AttachRequest(hello=hello)
 
@@ -54,7 +59,8 @@ def hello_from_wire(request: uplink_pb2.AttachRequest) -> tuple[AgentFacts, Engi
     if not math.isfinite(hello.clock_unix_s):
         raise InvalidRequest("clock_unix_s must be finite", field="hello.clock_unix_s")
     load, draining = load_from_wire(hello.load)
-    return AgentFacts(build=hello.build, models=models), load, draining
+    facts = AgentFacts(build=hello.build, models=models, snapshot_deltas=hello.snapshot_deltas)
+    return facts, load, draining
 
 
 def models_from_wire(models: Sequence[admin_pb2.NodeModel]) -> tuple[admin_pb2.NodeModel, ...]:

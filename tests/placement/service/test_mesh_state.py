@@ -283,3 +283,18 @@ async def test_sites_are_told_nothing_before_the_registry_was_heard(uplinks: Mes
     await until(lambda: site.snapshots != [])
     await state.close()
     await registry.close()
+
+
+async def test_nodes_are_read_once_for_a_push_to_any_number_of_sites(
+    registry: MoodyRegistry, state: MeshState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(20):
+        await join(registry, place(f"edge-{i}", Role.EDGE, f"site-{i}"), "")
+    await until(lambda: len(state.nodes()) == 20)
+    read: list[str] = []
+    inner = state._node
+    monkeypatch.setattr(state, "_node", lambda node_id: read.append(node_id) or inner(node_id))
+    together = state._snapshots()
+    for i in range(20):
+        assert [n.node_id for n in together.of(f"site-{i}").nodes] == [f"edge-{i}"]
+    assert len(read) == 20
