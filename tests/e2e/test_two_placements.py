@@ -32,7 +32,7 @@ from tests.e2e.running_mesh import (
     running_mesh,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.consul, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.e2e, pytest.mark.consul, pytest.mark.timeout(600)]
 PROMPTS = ("The history of the sea begins", "Once there was a baker who", "In the year 1900 a train")
 TOKENS = 60
 
