@@ -274,7 +274,7 @@ class MeshState:
                         registered[node_id] = attached[node_id].models
                     await self._registry.heartbeat(node_id, ready=node_id in attached)
                     if node_id not in attached:
-                        registered.discard(node_id)  # said once; from now on it may be attached to another one
+                        registered.pop(node_id)  # said once; from now on it may be attached to another one
                 except NotFound:
                     registered.pop(node_id, None)  # the registry lost it: register again next time
                 except NodeUnreachable:
