@@ -22,10 +22,12 @@ from mesh.v1 import inference_pb2 as pb
 from placement.decide.moves import Tactic
 from placement.decide.relocate import Pressure
 from placement.decide.types import Plan
+from placement.entry.admission import Admission, Admitted
 from placement.entry.decisions import Decisions, FrontDoorDeps, tactic_of
 from placement.entry.intake import Accepted, ServedModel, encode_prompt, pick_model
 from placement.entry.live_request import LiveRequest
 from placement.entry.orders import Work
+from placement.entry.refused import RefusalReceipts, Refused
 from placement.entry.request_log import RequestLog, RequestStream
 from placement.entry.runner_types import EmitMigration, MoveCause
 
@@ -47,6 +49,9 @@ class FrontDoor:
         self._producers: dict[str, asyncio.Task[None]] = {}
         self._alone: dict[str, asyncio.TimerHandle] = {}  # requests whose client is away, longest away first
         self._draining = False
+        self._admission = Admission(deps.world, deps.signer.place.tier)
+        self._admitted: dict[str, Admitted] = {}
+        self._refusals = RefusalReceipts(deps.signer, deps.receipts)
 
     @property
     def running(self) -> int:
@@ -85,20 +90,62 @@ class FrontDoor:
             raise InvalidRequest("resume_offset_tokens needs an idempotency_key", field="resume_offset_tokens")
         if request.resume_offset_tokens:
             raise NotFound("no request with this idempotency_key is here to resume", field="idempotency_key")
+        return await self._take(principal, request)
+
+    async def _take(self, principal: Principal, request: pb.GenerateRequest) -> RequestStream:
+        """A new request. One that is refused leaves a receipt, whose id the error names."""
+        request_id, started_unix_s = self._new_id(), time.time()
+        accepted: Accepted | None = None
         try:
             self._refuse_if_full()
             await self._deps.receipts.check()
+            policy = self._deps.policies().lookup(principal.tenant).policy
+            self._admission.count(principal.tenant, policy)
             accepted = await self._decisions.accept(principal, request)
-            # Others were served meanwhile: the same key may have come in on another connection.
-            known = self._known(principal, request)
-            if known is not None:
-                return known
-            self._refuse_if_full()
-            plan = self._decisions.plan(accepted)
-            work = self._decisions.work(self._new_id(), accepted, plan)
+            admitted = await self._admission.enter(
+                principal.tenant,
+                policy,
+                prompt_tokens=len(accepted.token_ids),
+                max_tokens=accepted.sampling.max_tokens,
+                deadline_s=accepted.placement.deadline_s,
+            )
+            return await self._run(request_id, accepted, admitted, request)
         except MeshError as error:
             self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
+            error.details["request_id"] = request_id
+            refused = Refused(
+                request_id=request_id,
+                tenant=principal.tenant,
+                key_id=principal.key_id,
+                model=request.model,
+                claimed_label=request.label,
+                policy_version=self._deps.policies().lookup(principal.tenant).version,
+                started_unix_s=started_unix_s,
+                error=error,
+                raised=None if accepted is None else accepted.raised,
+            )
+            await self._refusals.keep(refused)
             raise
+
+    async def _run(
+        self, request_id: str, accepted: Accepted, admitted: Admitted, request: pb.GenerateRequest
+    ) -> RequestStream:
+        """Plan an admitted request and start it."""
+        principal = accepted.principal
+        try:
+            accepted, plan = await self._decisions.plan_or_downgrade(accepted, request)
+            # Others were served meanwhile: the same key may have come in on another connection.
+            known = self._known(principal, request)
+            if known is None:
+                self._refuse_if_full()
+                work = self._decisions.work(request_id, accepted, plan)
+        except BaseException:
+            self._admission.leave(admitted, None)
+            raise
+        if known is not None:
+            self._admission.leave(admitted, None)
+            return known
+        self._admitted[request_id] = admitted
         return self._start(accepted, plan, work, _fingerprint(principal, request))
 
     def _known(self, principal: Principal, request: pb.GenerateRequest) -> RequestStream | None:
@@ -128,6 +175,7 @@ class FrontDoor:
                 metrics=self._deps.metrics,
                 learn=self._decisions,
                 receipts=self._deps.receipts,
+                continuation=self._decisions.continuation(accepted),
             )
             log.info("request_accepted", shape=plan.choice.shape.name, label=work.context.label, rule=plan.rule)
             task = asyncio.create_task(live.run(), name=f"request:{request_id}")
@@ -138,7 +186,9 @@ class FrontDoor:
         return stream
 
     def _ended(self, request_id: str) -> None:
-        del self._live[request_id], self._producers[request_id]
+        used_tokens = self._live.pop(request_id).driver.usage.completion_tokens
+        del self._producers[request_id]
+        self._admission.leave(self._admitted.pop(request_id), used_tokens)
         self._client_is_back(request_id)
         # What was answered goes by the clock, not with the next request.
         asyncio.get_running_loop().call_later(self._log.keep_s + 1.0, lambda: self._log.expire(time.monotonic()))

@@ -78,9 +78,11 @@ class LiveRequest:
         metrics: Metrics,
         learn: Learn,
         receipts: ReceiptKeeper,
+        continuation: str,
     ) -> None:
         self.accepted = accepted
         self._learn = learn
+        self._continuation = continuation
         self._generated: list[int] = []
         self.started_s = time.monotonic()
         self.work = work
@@ -184,7 +186,7 @@ class LiveRequest:
             log.error("receipt_not_kept", reason=exc.reason, error=exc.message)
             return error or type(exc)(f"the answer is complete, but its receipt could not be kept: {exc.message}")
         if error is None and finished is not None:
-            self.stream.append(pb.GenerateResponse(finish=finish_to_wire(finished, receipt)))
+            self.stream.append(pb.GenerateResponse(finish=finish_to_wire(finished, receipt, self._continuation)))
         return error
 
     def _on_effect(self, effect: rt.Effect) -> None:

@@ -37,6 +37,8 @@ def decision_to_wire(request_id: str, accepted: Accepted, plan: Plan) -> pb.Deci
             pb.LabelFinding(kind=f.kind, start=f.start, end=f.end) for f in accepted.raised.findings[:MAX_FINDINGS]
         ],
         not_looked_at=accepted.raised.failure,
+        continued_label=accepted.raised.continued,
+        conditions=accepted.raised.conditions,
     )
 
 
@@ -115,7 +117,7 @@ def migration_to_wire(effect: rt.EmitMigration) -> pb.Migration:
     )
 
 
-def finish_to_wire(effect: rt.Finish, receipt: common.Receipt) -> pb.Finish:
+def finish_to_wire(effect: rt.Finish, receipt: common.Receipt, continuation: str) -> pb.Finish:
     """The last message of a stream."""
     return pb.Finish(
         reason=_FINISH[effect.reason],
@@ -128,6 +130,7 @@ def finish_to_wire(effect: rt.Finish, receipt: common.Receipt) -> pb.Finish:
         ttft_s=effect.ttft_s,
         total_s=effect.total_s,
         stop_string=effect.stop_string or "",
+        continuation=continuation,
     )
 
 

@@ -44,7 +44,6 @@ async def test_findings_raise_the_label_and_never_lower_it() -> None:
     assert (raised.label, [f.kind for f in raised.findings]) == ("confidential", ["payment_card"])
     assert (await raise_label(guard, BUILTIN, "restricted", CARD)).label == "restricted"
     assert (await raise_label(guard, BUILTIN, "public", "nothing here")).label == "public"
-    guard.close()
 
 
 async def test_what_raises_is_told_without_the_text(caplog: pytest.LogCaptureFixture) -> None:
@@ -52,7 +51,6 @@ async def test_what_raises_is_told_without_the_text(caplog: pytest.LogCaptureFix
     detected = await guard.detect("secret words", [Broken()], trusted=False)
     assert detected.failure == "a detector failed (ValueError)"
     assert "secret" not in caplog.text
-    guard.close()
 
 
 async def test_what_hangs_is_left_behind_and_later_texts_fail_at_once() -> None:
@@ -64,7 +62,6 @@ async def test_what_hangs_is_left_behind_and_later_texts_fail_at_once() -> None:
     # Ours, on a short text, need no thread and still work.
     assert (await guard.detect(CARD, [built_in()["identifiers"]], trusted=True)).findings
     hangs.release.set()
-    guard.close()
 
 
 async def test_a_detector_that_is_not_installed_fails_closed() -> None:
