@@ -133,6 +133,10 @@ class SyncMeshClient:
         """Problems of a policy document."""
         return self._run(self._client.validate_policy(yaml))
 
+    def policy_warnings(self, yaml: str) -> list[admin_pb2.PolicyProblem]:
+        """What is odd in a valid policy document."""
+        return self._run(self._client.policy_warnings(yaml))
+
     def create_tenant(self, tenant: str) -> None:
         """Add a tenant."""
         self._run(self._client.create_tenant(tenant))

@@ -118,7 +118,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., tokens: _Optional[_Union[TokenDelta, _Mapping]] = ..., migration: _Optional[_Union[Migration, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("request_id", "plan", "label", "policy_version", "prompt_tokens", "model", "findings", "not_looked_at", "continued_label", "conditions")
+    __slots__ = ("request_id", "plan", "label", "policy_version", "prompt_tokens", "model", "findings", "not_looked_at", "continued_label", "conditions", "continuation")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class Decision(_message.Message):
     NOT_LOOKED_AT_FIELD_NUMBER: _ClassVar[int]
     CONTINUED_LABEL_FIELD_NUMBER: _ClassVar[int]
     CONDITIONS_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     plan: Plan
     label: str
@@ -139,7 +140,8 @@ class Decision(_message.Message):
     not_looked_at: str
     continued_label: str
     conditions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_id: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., label: _Optional[str] = ..., policy_version: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., model: _Optional[str] = ..., findings: _Optional[_Iterable[_Union[LabelFinding, _Mapping]]] = ..., not_looked_at: _Optional[str] = ..., continued_label: _Optional[str] = ..., conditions: _Optional[_Iterable[str]] = ...) -> None: ...
+    continuation: str
+    def __init__(self, request_id: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., label: _Optional[str] = ..., policy_version: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., model: _Optional[str] = ..., findings: _Optional[_Iterable[_Union[LabelFinding, _Mapping]]] = ..., not_looked_at: _Optional[str] = ..., continued_label: _Optional[str] = ..., conditions: _Optional[_Iterable[str]] = ..., continuation: _Optional[str] = ...) -> None: ...
 
 class LabelFinding(_message.Message):
     __slots__ = ("kind", "start", "end")
@@ -272,22 +274,20 @@ class Migration(_message.Message):
     def __init__(self, from_node_id: _Optional[str] = ..., to_node_id: _Optional[str] = ..., offset_tokens: _Optional[int] = ..., kv_wire_bytes: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., codec: _Optional[str] = ..., cause: _Optional[str] = ..., pause_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., recomputed: _Optional[bool] = ..., own_tokens: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "usage", "receipt", "ttft_s", "total_s", "stop_string", "continuation")
+    __slots__ = ("reason", "usage", "receipt", "ttft_s", "total_s", "stop_string")
     REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
-    CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     reason: _common_pb2.FinishReason
     usage: _common_pb2.Usage
     receipt: _common_pb2.Receipt
     ttft_s: float
     total_s: float
     stop_string: str
-    continuation: str
-    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., receipt: _Optional[_Union[_common_pb2.Receipt, _Mapping]] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., stop_string: _Optional[str] = ..., continuation: _Optional[str] = ...) -> None: ...
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., receipt: _Optional[_Union[_common_pb2.Receipt, _Mapping]] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat")

@@ -82,7 +82,6 @@ class LiveRequest:
     ) -> None:
         self.accepted = accepted
         self._learn = learn
-        self._continuation = continuation
         self._generated: list[int] = []
         self.started_s = time.monotonic()
         self.work = work
@@ -119,7 +118,7 @@ class LiveRequest:
         self.driver = RequestDriver(
             runner=PlanRunner(spec), work=work, world=world, on_effect=self._on_effect, on_report=self._on_report
         )
-        decision = decision_to_wire(stream.request_id, accepted, plan)
+        decision = decision_to_wire(stream.request_id, accepted, plan, continuation=continuation)
         stream.append(pb.GenerateResponse(decision=decision))
 
     @property
@@ -186,7 +185,7 @@ class LiveRequest:
             log.error("receipt_not_kept", reason=exc.reason, error=exc.message)
             return error or type(exc)(f"the answer is complete, but its receipt could not be kept: {exc.message}")
         if error is None and finished is not None:
-            self.stream.append(pb.GenerateResponse(finish=finish_to_wire(finished, receipt, self._continuation)))
+            self.stream.append(pb.GenerateResponse(finish=finish_to_wire(finished, receipt)))
         return error
 
     def _on_effect(self, effect: rt.Effect) -> None:

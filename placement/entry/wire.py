@@ -24,7 +24,7 @@ _SHAPES = {
 _MOST_CANDIDATES = 8
 
 
-def decision_to_wire(request_id: str, accepted: Accepted, plan: Plan) -> pb.Decision:
+def decision_to_wire(request_id: str, accepted: Accepted, plan: Plan, *, continuation: str = "") -> pb.Decision:
     """The first message of a stream."""
     return pb.Decision(
         request_id=request_id,
@@ -39,6 +39,7 @@ def decision_to_wire(request_id: str, accepted: Accepted, plan: Plan) -> pb.Deci
         not_looked_at=accepted.raised.failure,
         continued_label=accepted.raised.continued,
         conditions=accepted.raised.conditions,
+        continuation=continuation,
     )
 
 
@@ -117,7 +118,7 @@ def migration_to_wire(effect: rt.EmitMigration) -> pb.Migration:
     )
 
 
-def finish_to_wire(effect: rt.Finish, receipt: common.Receipt, continuation: str) -> pb.Finish:
+def finish_to_wire(effect: rt.Finish, receipt: common.Receipt) -> pb.Finish:
     """The last message of a stream."""
     return pb.Finish(
         reason=_FINISH[effect.reason],
@@ -130,7 +131,6 @@ def finish_to_wire(effect: rt.Finish, receipt: common.Receipt, continuation: str
         ttft_s=effect.ttft_s,
         total_s=effect.total_s,
         stop_string=effect.stop_string or "",
-        continuation=continuation,
     )
 
 

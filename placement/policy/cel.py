@@ -11,6 +11,7 @@ from typing import Any
 
 import celpy
 import lark
+from celpy.adapter import json_to_cel
 from celpy.celparser import CELParseError
 from celpy.celtypes import BoolType
 from celpy.evaluation import Activation, CELEvalError, Evaluator
@@ -22,7 +23,7 @@ _FUNCTIONS = frozenset({"size", "has", "int", "double", "string"})
 _MACROS = frozenset({"all", "exists", "exists_one", "filter", "map"})
 _METHODS = frozenset({"contains", "startsWith", "endsWith", "matches", "size"})
 _TYPES = frozenset({"true", "false", "null"})
-_CLOCK_EVERY = 32
+_CLOCK_EVERY = 256  # steps; reading CPU time is a system call
 
 
 class CelProblem(Exception):
@@ -83,11 +84,16 @@ class _Bounded(Evaluator):
         return value
 
 
-def holds(program: celpy.Runner, features: Mapping[str, Any], budget: Budget) -> bool:
-    """The value of a compiled expression. Raises CelProblem."""
+def to_cel(features: Mapping[str, Any]) -> dict[str, Any]:
+    """Features as values of the library."""
+    return {name: json_to_cel(value) for name, value in features.items()}
+
+
+def holds(program: celpy.Runner, values: Mapping[str, Any], budget: Budget) -> bool:
+    """The value of a compiled expression, given what `to_cel` made. Raises CelProblem."""
     evaluator = _Bounded(program.ast, program.new_activation(), budget)
     try:
-        value = evaluator.evaluate({name: celpy.json_to_cel(value) for name, value in features.items()})
+        value = evaluator.evaluate(dict(values))
     except _Spent as exc:
         raise CelProblem(str(exc)) from None
     except CELEvalError as exc:

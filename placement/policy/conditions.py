@@ -20,8 +20,8 @@ from placement.policy.rules import Condition
 if TYPE_CHECKING:
     from placement.policy.document import ConditionRule
 
-MAX_STEPS = 2_000
-MAX_CPU_S = 0.02
+MAX_STEPS = 4_000
+MAX_CPU_S = 0.05
 MAX_VALUE = 4_096
 """Characters, or members of a list."""
 
@@ -75,13 +75,13 @@ def raised_by(conditions: Sequence[Condition], features: Features) -> tuple[tupl
     Raises PolicyDenied (with `rule`) if one that denies holds, or one cannot be worked out."""
     if not conditions:
         return ()
-    from placement.policy.cel import Budget, CelProblem, holds
+    from placement.policy.cel import Budget, CelProblem, holds, to_cel
 
     budget = Budget(steps=MAX_STEPS, cpu_s=MAX_CPU_S, max_value=MAX_VALUE, clock=time.thread_time)
-    raised = []
+    values, raised = to_cel(features), []
     for condition in conditions:
         try:
-            held = holds(condition.program, features, budget)
+            held = holds(condition.program, values, budget)
         except CelProblem as exc:
             message = f"the policy's {condition.name} cannot be worked out for this request ({exc}), so it is refused"
             raise PolicyDenied(message, rule=condition.name) from exc

@@ -6,15 +6,16 @@ unknown keys), and the cross-checks here (lattice, labels, rules that say nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from types import MappingProxyType
 
 from pydantic import ValidationError
 
 from mesh.errors import InvalidRequest
-from mesh.identity.place import Tier
+from mesh.identity.place import Place, Tier
 from placement.policy.conditions import compile_conditions
+from placement.policy.contradictions import contradictions
 from placement.policy.detection import Wrong, compile_detection
 from placement.policy.document import PlaceRule, PolicyDocument
 from placement.policy.labels import DEFAULT_ORDER, Lattice, LatticeProblem
@@ -42,6 +43,16 @@ def check_policy(text: str) -> tuple[Problem, ...]:
     """All problems of a document; empty if it is valid."""
     outcome = _read(text, version=1)
     return () if isinstance(outcome, Policy) else outcome
+
+
+def check_meaning(text: str, places: Sequence[Place]) -> tuple[Problem, ...]:
+    """What a valid document says that is hardly meant, on a mesh whose engines are at `places`; empty for one that is
+    not valid."""
+    policy = _read(text, version=1)
+    if not isinstance(policy, Policy):
+        return ()
+    document = read_yaml(text)
+    return tuple(_problem(document, at, message) for at, message in contradictions(policy, places))[:MAX_PROBLEMS]
 
 
 def _read(text: str, version: int) -> Policy | tuple[Problem, ...]:

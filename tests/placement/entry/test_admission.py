@@ -15,7 +15,7 @@ from placement.entry import continuation
 from placement.entry.fair_queue import Ticket
 from placement.entry.gate import Gate, window_of
 from placement.policy.book import PolicyBook
-from tests.fakes.mesh import POLICY, TENANT, MemoryMesh, ask, principal, request_of, sample_of, toy_model
+from tests.fakes.mesh import POLICY, TENANT, MemoryMesh, ask, principal, request_of, sample_of, toy_model, until
 from tests.placement.entry.conftest import MakeMesh
 
 
@@ -49,6 +49,7 @@ async def test_tokens_that_were_not_generated_are_given_back(make_mesh: MakeMesh
     # The first letter generated ends it: 8 of 107 tokens are used, so ten of these cost 80 and not 1,070.
     letter = (await ask(mesh.door, request_of())).text[0]
     for _ in range(10):
+        await until(lambda: mesh.door.running == 0)
         await ask(mesh.door, request_of(max_tokens=100, stop=[letter]))
     await refused(mesh, request_of(max_tokens=800), Overloaded)
 
@@ -91,8 +92,8 @@ async def test_a_refusal_whose_receipt_cannot_be_kept_is_still_that_refusal(make
 async def test_a_conversation_keeps_its_label(make_mesh: MakeMesh) -> None:
     mesh = make_mesh("core-1", "paris", entry="paris")
     first = await ask(mesh.door, request_of("turn one", label="restricted"))
-    assert first.finish is not None
-    token = first.finish.continuation
+    assert first.decision is not None
+    token = first.decision.continuation
     second = await ask(mesh.door, request_of("turn two", label="public", continues=token))
     assert second.decision is not None
     assert second.decision.label == "restricted"

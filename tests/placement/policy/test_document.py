@@ -133,6 +133,6 @@ def test_json_schema_names_every_key() -> None:
     schema = json_schema()
     assert set(schema["properties"]) == {
         "version", "labels", "rules", "kv_rules", "models", "detectors", "priority", "fallback", "price",
-            "kv_max_loss_ratio", "relay",
+            "kv_max_loss_ratio", "relay", "conditions", "limits", "targets", "share", "expires",
     }  # fmt: skip
     assert schema["additionalProperties"] is False
