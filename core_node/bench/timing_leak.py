@@ -106,7 +106,8 @@ def _measure(context: BenchContext) -> BenchResult:
         "no salt": (shared, shared),
     }
     core = _load(context)
-    rows, found = [], {}
+    rows: list[Mapping[str, Cell]] = []
+    found: dict[str, float] = {}
     for number, (name, (victim, attacker)) in enumerate(cases.items()):
         sent, new = _probe_all(core, context, rng, (victim, attacker), number * context.count("probes"))
         found[name] = auc(sent.ttft_s, new.ttft_s)

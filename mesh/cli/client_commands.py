@@ -273,7 +273,7 @@ def _attributes(given: list[str]) -> dict[str, str] | None:
     """NAME=VALUE of each; None for none."""
     if wrong := next((text for text in given if "=" not in text), None):
         raise InvalidRequest(f"--attribute is NAME=VALUE, got {wrong[:40]!r}", field="attribute")
-    return dict(text.split("=", 1) for text in given) or None  # type: ignore[misc]
+    return dict(text.split("=", 1) for text in given) or None
 
 
 def _options(**values: object) -> Options:

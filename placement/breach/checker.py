@@ -38,6 +38,7 @@ class Happened:
     fallbacks: int = 0
     refused: bool = False
     continued: str = ""
+    conditions: tuple[str, ...] = ()  # those that held, as "conditions[2]"
 
 
 def happened_from(receipt: VerifiedReceipt, places: Mapping[str, Place]) -> Happened:
@@ -59,6 +60,7 @@ def happened_from(receipt: VerifiedReceipt, places: Mapping[str, Place]) -> Happ
         fallbacks=int(body["fallbacks"]),
         refused="refused_because" in body,
         continued=label.get("continued", ""),
+        conditions=tuple(label.get("conditions", ())),
     )
 
 
@@ -100,6 +102,9 @@ def _must_be_at_least(happened: Happened, policy: dict[str, Any]) -> list[tuple[
     if happened.continued:
         known = happened.continued if happened.continued in _above(policy) else _top(policy)
         asked.append((known, "the conversation that it continues"))
+    for name in happened.conditions:
+        rule = policy["conditions"][int(name.removeprefix("conditions[").removesuffix("]"))]
+        asked.append((rule["raise_to"], name))
     detectors = policy.get("detectors") or {}
     raise_to, detector_of = detectors.get("raise_to") or {}, kinds()
     for kind in happened.found_kinds:

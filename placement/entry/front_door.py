@@ -52,6 +52,7 @@ class FrontDoor:
         self._admission = Admission(deps.world, deps.signer.place.tier)
         self._admitted: dict[str, Admitted] = {}
         self._refusals = RefusalReceipts(deps.signer, deps.receipts)
+        deps.metrics.watch_waiting(lambda: self._admission.waiting)
 
     @property
     def running(self) -> int:

@@ -1,9 +1,9 @@
 """The gate of an entry: holds requests back while the nodes have enough to do, and lets them in by fair share.
 
-How many may be in at once follows what nodes tell: for each ready node what it computes now, and as much again while
-nothing waits there, at least LEAST_PER_NODE more. So queues stay short where order cannot be mended any more (at
-engines, first come first served), and the rest waits here, where it is fair. The window grows with what engines prove
-to batch; nothing has to be set.
+How many may be in at once follows what nodes tell: for each ready node what it computes now, and LEAST_PER_NODE more.
+While nothing waits there it is more, by its free KV at TOKENS_PER_REQUEST each, or as much again as it computes, up to
+MOST_PER_NODE. So queues stay short where order cannot be mended any more (at engines, first come first served), and the
+rest waits here, where it is fair. The window grows with what engines prove to batch; nothing has to be set.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from placement.entry.fair_queue import FairQueue, Ticket
 
 log = get_logger(__name__)
 LEAST_PER_NODE = 8
+MOST_PER_NODE = 64
+TOKENS_PER_REQUEST = 1024
 MAX_WAIT_S = 30.0
 _FREE = 8  # so many are let in without a look at the mesh
 _LOOK_EVERY_S = 0.25
@@ -31,7 +33,8 @@ _RATE_OVER_S = 30.0
 def window_of(snapshot: Snapshot) -> int:
     """How many requests the nodes have use for now. Pure."""
     usable = snapshot.ready & snapshot.reachable & ~snapshot.draining
-    more = np.maximum(LEAST_PER_NODE, np.where(snapshot.waiting > 0, 0, snapshot.running))
+    room = np.maximum(snapshot.running, snapshot.kv_free_tokens // TOKENS_PER_REQUEST)
+    more = np.where(snapshot.waiting > 0, LEAST_PER_NODE, np.clip(room, LEAST_PER_NODE, MOST_PER_NODE))
     return int((snapshot.running + more)[usable].sum())
 
 

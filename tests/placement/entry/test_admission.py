@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mesh.errors import InvalidRequest, MeshError, NoNodeNow, Overloaded, PolicyDenied
@@ -194,8 +196,13 @@ async def test_the_policys_targets_hold_where_a_request_states_none(make_mesh: M
 def test_the_window_follows_what_nodes_compute() -> None:
     mesh = MemoryMesh("core-1", "core-2", entry="core-1")
     assert window_of(mesh.snapshot()) == 16
+    idle = mesh.snapshot()
     mesh.nodes["core-2"].up = False
     assert window_of(mesh.snapshot()) == 8
+    roomy = replace(idle, kv_free_tokens=np.array([20_480, 10**6]))
+    assert window_of(roomy) == 20 + 64
+    busy = replace(idle, running=np.array([12, 200]), waiting=np.array([0, 3]))
+    assert window_of(busy) == (12 + 12) + (200 + 8)
 
 
 async def test_the_gate_serves_a_quiet_tenant_in_between() -> None:
