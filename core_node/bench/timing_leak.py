@@ -33,6 +33,13 @@ from mesh.node.sampling import SamplingParams
 
 _MODEL = "timing-leak"
 _TENANTS = ("victim", "attacker")
+_GOALS: Mapping[str, tuple[float, Direction]] = {
+    "another tenant": (0.55, Direction.AT_MOST),
+    "same tenant, another label": (0.55, Direction.AT_MOST),
+    "same tenant": (0.9, Direction.AT_LEAST),
+    "no salt": (0.9, Direction.AT_LEAST),
+}
+"""Who probes -> AUC."""
 _CLOCKS: Mapping[str, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
 
 
@@ -43,6 +50,7 @@ class TimingLeakBench:
     question = "Can a tenant tell by timing which prompts another tenant has sent?"
     defaults: Mapping[str, Cell] = {
         "probes": 1000,
+        "attackers": ";".join(_GOALS),
         "prompt_tokens": 128,
         "clock": "cpu",
         "n_threads": 1,
@@ -56,6 +64,8 @@ class TimingLeakBench:
             raise InvalidRequest("probes is an even number of at least 20, prompt_tokens at least 32", field="set")
         if context.text("clock") not in _CLOCKS:
             raise InvalidRequest("clock is cpu or wall", field="clock")
+        if not set(context.text("attackers").split(";")) <= set(_GOALS):
+            raise InvalidRequest(f"attackers are some of {'; '.join(_GOALS)}, with ; between them", field="attackers")
         return await asyncio.to_thread(_measure, context)
 
 
@@ -99,12 +109,13 @@ def _measure(context: BenchContext) -> BenchResult:
     salts = {t: namespace_salt(s, tenant=t, label="internal", model=_MODEL) for t, s in secrets.items()}
     other_label = namespace_salt(secrets["victim"], tenant="victim", label="confidential", model=_MODEL)
     shared = bytes(SALT_BYTES)
-    cases = {
+    salts_of = {
         "another tenant": (salts["victim"], salts["attacker"]),
         "same tenant, another label": (salts["victim"], other_label),
         "same tenant": (salts["victim"], salts["victim"]),
         "no salt": (shared, shared),
     }
+    cases = {name: salts_of[name] for name in _GOALS if name in context.text("attackers").split(";")}
     core = _load(context)
     rows: list[Mapping[str, Cell]] = []
     found: dict[str, float] = {}
@@ -121,11 +132,12 @@ def _measure(context: BenchContext) -> BenchResult:
                 "ttft_new_p50_ms": round(float(np.median(new.ttft_s)) * 1e3, 2),
             }
         )
-    least = {name: Goal(name=f"{name}: AUC", value=found[name], goal=0.9, direction=Direction.AT_LEAST)
-             for name in ("same tenant", "no salt")}  # fmt: skip
-    most = [Goal(name=f"{name}: AUC", value=found[name], goal=0.55) for name in list(cases)[:2]]
+    goals = [
+        Goal(name=f"{name}: AUC", value=value, goal=_GOALS[name][0], direction=_GOALS[name][1])
+        for name, value in found.items()
+    ]
     note = f"{core.info.build}; {context.count('prompt_tokens')} tokens; {context.text('clock')} time"
-    return BenchResult(rows=tuple(rows), goals=(*most, *least.values()), notes=(note,))
+    return BenchResult(rows=tuple(rows), goals=tuple(goals), notes=(note,))
 
 
 def _probe_all(
@@ -146,7 +158,7 @@ def _probe_all(
         seen.ttft_s.append(ttft_s)
         seen.computed_tokens.append(computed)
         if i % 20 == 0:
-            context.progress(done + i, 4 * n, "probes")
+            context.progress(done + i, n * len(context.text("attackers").split(";")), "probes")
     core.check_integrity()
     return sent, new
 

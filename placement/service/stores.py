@@ -86,11 +86,13 @@ class PolicyReader:
 
     async def _follow(self) -> None:
         async for values in self._registry.watch_values(POLICY_PREFIX):
+            waits = self._using.locked()
             async with self._using:
-                await self._use(values)
+                # Whoever was in turn may have read something newer than what the watch told.
+                await self._use(await self._registry.list_values(POLICY_PREFIX) if waits else values)
 
     async def _read(self) -> None:
-        """What the registry has now. In turn with the watch: an older answer must not come after a newer one."""
+        """Take in what the registry has now."""
         async with self._using:
             await self._use(await self._registry.list_values(POLICY_PREFIX))
 

@@ -28,7 +28,9 @@ def test_auc_is_the_chance_of_being_faster() -> None:
     assert auc([1.0], [1.0]) == 0.5
 
 
-@pytest.mark.parametrize("changes", [{"probes": 21}, {"probes": 10}, {"prompt_tokens": 8}, {"clock": "sun"}])
+@pytest.mark.parametrize(
+    "changes", [{"probes": 21}, {"probes": 10}, {"prompt_tokens": 8}, {"clock": "sun"}, {"attackers": "nobody"}]
+)
 async def test_settings_out_of_range_are_refused(changes: dict[str, Cell], tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest):
         await bench(tmp_path / "none.gguf", **changes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from mesh.errors import InvalidRequest
 from placement.policy import commands
 from placement.policy.document import PolicyDocument, json_schema
 
@@ -97,3 +99,30 @@ def test_the_schema_is_one_and_the_full_document_is_valid() -> None:
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     commands.schema()
     assert json.loads(capsys.readouterr().out) == json_schema()
+
+
+def test_a_policy_is_read_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(FULL)
+    commands.explain(file)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "A request that claims no label is internal; a label can only be raised."
+    assert "public (below internal, top): a prompt may be at rules.public (anywhere); its KV as well." in told
+    assert "A prompt with pattern.project" not in told
+    for words in (
+        "conditions[0]: where prompt_tokens > 10, a request is refused: too long.",
+        "Where no node can run big now, smol answers.",
+        "Each entry takes 60 requests a minute and 1000.5 tokens a minute, 50% of it at a site that is cut off.",
+        "A request that states no other wish has TTFT 2 s, TPOT 0.05 s, deadline 60 s.",
+        "From 2030-01-01 00:00+00:00 on every request is refused.",
+    ):
+        assert words in told
+    assert not any("None" in sentence or "frozenset" in sentence for sentence in told)
+
+
+def test_a_wrong_or_missing_policy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="cannot read"):
+        commands.explain(tmp_path / "none.yaml")
+    (tmp_path / "wrong.yaml").write_text("version: 2")
+    with pytest.raises(InvalidRequest, match="line 1, column 1"):
+        commands.explain(tmp_path / "wrong.yaml")
