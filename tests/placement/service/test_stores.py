@@ -278,11 +278,11 @@ async def test_following_goes_on_after_an_error(
     store: Any = policies if follower == "policies" else tenants
     real, failed = store._use, asyncio.Event()
 
-    def broken_once(values: object) -> None:
+    def broken_once(values: object) -> Any:
         if not failed.is_set():
             failed.set()
             raise TypeError("a bug")
-        real(values)
+        return real(values)
 
     monkeypatch.setattr(store, "_use", broken_once)
     await registry.put(POLICY_PREFIX + "acme", StoredPolicy(tenant="acme", yaml=ONE, version=1).to_json())
