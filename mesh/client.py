@@ -243,6 +243,10 @@ class MeshClient:
         """What is wrong with a policy document; empty if nothing is."""
         return list((await self._call(self._policies.Validate, admin_pb2.ValidatePolicyRequest(yaml=yaml))).problems)
 
+    async def policy_warnings(self, yaml: str) -> list[admin_pb2.PolicyProblem]:
+        """What a valid policy document says that is hardly meant, such as a label that no node may have."""
+        return list((await self._call(self._policies.Validate, admin_pb2.ValidatePolicyRequest(yaml=yaml))).warnings)
+
     async def create_tenant(self, tenant: str, *, sites: Iterable[str] = ()) -> None:
         """Add a tenant, served at these sites ("*": every one) and by the placement services."""
         await self._call(self._tenants.Create, admin_pb2.CreateTenantRequest(tenant=tenant, sites=sites))

@@ -139,6 +139,10 @@ class SyncMeshClient:
         """Problems of a policy document."""
         return self._run(self._client.validate_policy(yaml))
 
+    def policy_warnings(self, yaml: str) -> list[admin_pb2.PolicyProblem]:
+        """What is odd in a valid policy document."""
+        return self._run(self._client.policy_warnings(yaml))
+
     def create_tenant(self, tenant: str, *, sites: Iterable[str] = ()) -> None:
         """Add a tenant, served at these sites ("*": every one) and by the placement services."""
         self._run(self._client.create_tenant(tenant, sites=sites))

@@ -46,6 +46,8 @@ class Options(TypedDict, total=False):
     deadline_s: float
     idempotency_key: str
     resume_offset_tokens: int
+    attributes: Mapping[str, str]  # for the conditions of the tenant's policy
+    continues: str  # `continuation` of the decision of the turn before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ class Decision:
     predicted_total_s: float
     why: str = ""  # what was weighed between shipping KV and computing it, in a sentence
     shipping: tuple[ShipOption, ...] = ()
+    continuation: str = ""  # option `continues` of the conversation's next turn, so that its label goes on
 
     @property
     def node_ids(self) -> tuple[str, ...]:
@@ -168,7 +171,7 @@ _SAMPLING: Final = (
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "ignore_eos", "logprobs",
 )  # fmt: skip
-_TOP_LEVEL: Final = ("model", "label", "idempotency_key", "resume_offset_tokens")
+_TOP_LEVEL: Final = ("model", "label", "idempotency_key", "resume_offset_tokens", "continues")
 _SHAPES: Final = {
     "local": inference_pb2.PLAN_SHAPE_LOCAL,
     "core": inference_pb2.PLAN_SHAPE_CORE,
@@ -202,6 +205,11 @@ def generate_request(prompt: Prompt, options: Options) -> inference_pb2.Generate
                 _set(message, field, value)
     stop = options.get("stop", ())
     _extend(request.sampling.stop, [stop] if isinstance(stop, str) else stop, "stop")
+    for name, value in options.get("attributes", {}).items():
+        try:
+            request.attributes[name] = value
+        except (TypeError, ValueError) as exc:
+            raise InvalidRequest("attributes are names with texts", field="attributes") from exc
     if shape := options.get("shape"):
         if shape not in _SHAPES:
             raise InvalidRequest(f"shape must be one of {', '.join(_SHAPES)}, got {shape!r}", field="shape")
@@ -247,6 +255,7 @@ def decision_of(message: inference_pb2.Decision) -> Decision:
             ShipOption(codec=o.codec, own_tokens=o.own_tokens, ttft_s=o.ttft_s, refused=o.refused)
             for o in plan.shipping
         ),
+        continuation=message.continuation,
     )
 
 

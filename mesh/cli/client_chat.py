@@ -11,7 +11,7 @@ from rich.console import Console
 from mesh.cli.client_connection import Connection
 from mesh.cli.client_output import AnswerPrinter, event_json, print_json
 from mesh.client_sync import SyncMeshClient
-from mesh.client_types import Options, Tokens
+from mesh.client_types import Decision, Options, Tokens
 from mesh.errors import MeshError
 
 _HELP = "/new starts over, /quit ends, Ctrl-C ends an answer"
@@ -22,7 +22,7 @@ def chat(
 ) -> None:
     """Read messages until /quit or the end of input. Raises MeshError where it cannot connect at all."""
     first = [{"role": "system", "content": system}] if system is not None else []
-    turns = list(first)
+    turns, continues = list(first), ""
     with connection.open() as mesh:
         if not as_json:
             notes.print(f"{connection.address}: {_HELP}", style="dim")
@@ -33,13 +33,16 @@ def chat(
                 case "/quit" | "/exit":
                     return
                 case "/new":
-                    turns = list(first)
+                    turns, continues = list(first), ""
                     continue
                 case "/help":
                     notes.print(_HELP, style="dim")
                     continue
             turns.append({"role": "user", "content": line})
-            text = _answer(mesh, turns, options, AnswerPrinter(out, notes, connection.receipt_ca), as_json, notes)
+            options["continues"] = continues
+            text, continues = _answer(
+                mesh, turns, options, AnswerPrinter(out, notes, connection.receipt_ca), as_json, notes
+            )
             if text is None:
                 turns.pop()  # nothing came: the next message stands in its place
             else:
@@ -53,14 +56,17 @@ def _answer(
     printer: AnswerPrinter,
     as_json: bool,
     notes: Console,
-) -> str | None:
-    """Stream one answer; its text, also if it was cut short, or None if there is none."""
-    text = ""
+) -> tuple[str | None, str]:
+    """Stream one answer: its text, also if it was cut short, or None if there is none; and what the next turn brings
+    along, so that the conversation keeps its label."""
+    text, continues = "", options.get("continues", "")
     try:
         with closing(mesh.generate(turns, **options)) as events:
             for event in events:
                 if isinstance(event, Tokens):
                     text += event.text
+                elif isinstance(event, Decision):
+                    continues = event.continuation
                 if as_json:
                     print_json(event_json(event))
                 else:
@@ -72,7 +78,7 @@ def _answer(
             print_json({"event": "error", "reason": error.reason, "message": error.message, "details": error.details})
         else:
             notes.print(f"\n{error.message} [{error.reason}]", style="red")
-    return text or None
+    return text or None, continues
 
 
 def _lines(as_json: bool) -> Iterator[str]:

@@ -37,6 +37,14 @@ PromptText = Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; -
 AsChat = Annotated[bool, typer.Option("--chat/--raw", help="As a user's message, or as plain text to go on from.")]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message (with --chat).")]
 Model = Annotated[str | None, typer.Option(metavar="NAME", help="Model; default: the tenant's.")]
+Attribute = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="For the conditions of the tenant's policy; may repeat."),
+]
+Continues = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="The `continuation` of the decision of the turn before: keeps its label."),
+]
 Label = Annotated[str | None, typer.Option(metavar="LABEL", help="Privacy label of the prompt.")]
 MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Most tokens to generate.")]
 Temperature = Annotated[float | None, typer.Option(metavar="X", help="0 is greedy.")]
@@ -119,12 +127,15 @@ def generate(
     shape: Shape = None,
     node: OnNode = None,
     at_site: AtSite = None,
+    attribute: Attribute = None,
+    continues: Continues = None,
     as_json: AsJson = False,
 ) -> None:
     """Generate once, as a stream. --json prints one event a line, the receipt in the last."""
     options = _options(
         model=model, label=label, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
-        stop=stop, shape=shape, node_id=node, site=at_site,
+        stop=stop, shape=shape, node_id=node, site=at_site, attributes=_attributes(attribute or []),
+        continues=continues,
     )  # fmt: skip
     wanted = _prompt(prompt, as_chat, system)
     printer = AnswerPrinter(_out, _notes, connection.receipt_ca)
@@ -278,6 +289,13 @@ def key_revoke(
         print_json({"key_id": key_id, "revoked": True})
         return
     _out.print(f"key {key_id} revoked")
+
+
+def _attributes(given: list[str]) -> dict[str, str] | None:
+    """NAME=VALUE of each; None for none."""
+    if wrong := next((text for text in given if "=" not in text), None):
+        raise InvalidRequest(f"--attribute is NAME=VALUE, got {wrong[:40]!r}", field="attribute")
+    return dict(text.split("=", 1) for text in given) or None
 
 
 def _options(**values: object) -> Options:

@@ -10,7 +10,7 @@ from typing import Final
 
 import typer
 
-_HELP: Final = {"site": "Sites of the mesh."}
+_HELP: Final = {"site": "Sites of the mesh.", "policy": "Placement policies of tenants."}
 
 
 def group(app: typer.Typer, name: str) -> typer.Typer:

@@ -18,6 +18,7 @@ from rich.syntax import Syntax
 
 from mesh.cli.client_connection import Connection, connected
 from mesh.cli.client_output import message_json, print_json, simple_table
+from mesh.cli.groups import group
 from mesh.errors import InvalidRequest, NotFound
 from mesh.v1 import admin_pb2
 
@@ -33,7 +34,7 @@ _notes = Console(stderr=True, highlight=False, markup=False)
 
 def register(app: typer.Typer) -> None:
     """Add them."""
-    policy = typer.Typer(no_args_is_help=True, help="Placement policies of tenants.")
+    policy = group(app, "policy")
     policy.command("apply")(connected(admin=True)(policy_apply))
     policy.command("get")(connected(admin=True)(policy_get))
     policy.command("list")(connected(admin=True)(policy_list))
@@ -42,7 +43,6 @@ def register(app: typer.Typer) -> None:
     policy.command("history")(connected(admin=True)(policy_history))
     policy.command("diff")(connected(admin=True)(policy_diff))
     policy.command("rollback")(connected(admin=True)(policy_rollback))
-    app.add_typer(policy, name="policy")
 
 
 def policy_apply(
@@ -58,6 +58,7 @@ def policy_apply(
     yaml = _read(file)
     with connection.open() as mesh:
         _refuse_problems(file, [message_json(p) for p in mesh.validate_policy(yaml)], as_json)
+        _tell(file, mesh.policy_warnings(yaml))
         version = mesh.put_policy(tenant, yaml, expected_version=expected_version)
     if as_json:
         print_json({"tenant": tenant, "version": version})
@@ -99,8 +100,11 @@ def policy_delete(connection: Connection, tenant: TenantName, as_json: AsJson = 
 def policy_validate(connection: Connection, file: File, as_json: AsJson = False) -> None:
     """Check a policy without storing it; exits 1 if something is wrong."""
     with connection.open() as mesh:
-        problems = [message_json(p) for p in mesh.validate_policy(_read(file))]
+        yaml = _read(file)
+        problems = [message_json(p) for p in mesh.validate_policy(yaml)]
+        warnings = [] if problems else mesh.policy_warnings(yaml)
     _refuse_problems(file, problems, as_json)
+    _tell(file, warnings)
     if as_json:
         print_json([])
         return
@@ -184,6 +188,12 @@ def _read(file: Path) -> str:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise InvalidRequest(f"cannot read {file}: {exc}", field="file") from exc
+
+
+def _tell(file: Path, warnings: list[admin_pb2.PolicyProblem]) -> None:
+    """What is odd, on standard error; nothing is refused for it."""
+    for w in warnings:
+        _notes.print(f"{file}:{w.line}:{w.column}: {w.path}: {w.message}", style="yellow")
 
 
 def _refuse_problems(file: Path, problems: list[dict[str, object]], as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -65,6 +66,6 @@ def error_headers(error: MeshError) -> dict[str, str]:
 
 def _whole_seconds(text: str) -> str:
     try:
-        return str(min(3600, max(1, round(float(text)))))
+        return str(min(3600, max(1, math.ceil(float(text)))))
     except (ValueError, OverflowError):
         return "1"

@@ -162,6 +162,7 @@ class Assembler:
             "ttft_s": self._finish.ttft_s,
             "total_s": self._finish.total_s,
             "stop_string": self._finish.stop_string or None,
+            "continuation": self._decision.continuation or None,
             "receipt": receipt_json(self._finish.receipt),
         }
 

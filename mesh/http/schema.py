@@ -57,6 +57,8 @@ class Extension(_Ours):
     latency: Latency | None = None
     idempotency_key: str = ""
     resume_offset_tokens: _Whole = 0
+    attributes: dict[str, str] = {}
+    continues: str = ""
 
 
 class StreamOptions(_Body):

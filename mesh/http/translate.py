@@ -100,6 +100,8 @@ def _extend(request: inference_pb2.GenerateRequest, extension: Extension) -> Non
     request.label = extension.label
     request.idempotency_key = extension.idempotency_key
     request.resume_offset_tokens = extension.resume_offset_tokens
+    request.attributes.update(extension.attributes)
+    request.continues = extension.continues
     if (latency := extension.latency) is not None:
         for field in ("ttft_s", "tpot_s", "deadline_s"):
             if (value := getattr(latency, field)) is not None:

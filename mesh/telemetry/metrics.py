@@ -13,6 +13,7 @@ from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     ProcessCollector,
     generate_latest,
@@ -122,6 +123,11 @@ class Metrics:
     def watch(self, collector: Collector) -> None:
         """Show what a collector of mesh.telemetry.mesh_metrics reads."""
         self.registry.register(collector)
+
+    def watch_waiting(self, read: Callable[[], int]) -> None:
+        """Show how many requests wait at this entry for their turn."""
+        gauge = Gauge("kvmesh_requests_waiting", "Requests that wait for their turn", registry=self.registry)
+        gauge.set_function(read)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes, to be served as CONTENT_TYPE."""

@@ -101,10 +101,12 @@ class ValidatePolicyRequest(_message.Message):
     def __init__(self, yaml: _Optional[str] = ...) -> None: ...
 
 class ValidatePolicyResponse(_message.Message):
-    __slots__ = ("problems",)
+    __slots__ = ("problems", "warnings")
     PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     problems: _containers.RepeatedCompositeFieldContainer[PolicyProblem]
-    def __init__(self, problems: _Optional[_Iterable[_Union[PolicyProblem, _Mapping]]] = ...) -> None: ...
+    warnings: _containers.RepeatedCompositeFieldContainer[PolicyProblem]
+    def __init__(self, problems: _Optional[_Iterable[_Union[PolicyProblem, _Mapping]]] = ..., warnings: _Optional[_Iterable[_Union[PolicyProblem, _Mapping]]] = ...) -> None: ...
 
 class PolicyProblem(_message.Message):
     __slots__ = ("line", "column", "path", "message")

@@ -71,7 +71,14 @@ class PlacementWish(_message.Message):
     def __init__(self, shape: _Optional[_Union[PlanShape, str]] = ..., node_id: _Optional[str] = ..., site: _Optional[str] = ..., codec: _Optional[str] = ..., shipment: _Optional[_Union[KvShipment, str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "tokens", "sampling", "label", "latency", "placement", "idempotency_key", "resume_offset_tokens")
+    __slots__ = ("model", "text", "chat", "tokens", "sampling", "label", "latency", "placement", "idempotency_key", "resume_offset_tokens", "attributes", "continues")
+    class AttributesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +89,8 @@ class GenerateRequest(_message.Message):
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
     RESUME_OFFSET_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
+    CONTINUES_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: Chat
@@ -92,7 +101,9 @@ class GenerateRequest(_message.Message):
     placement: PlacementWish
     idempotency_key: str
     resume_offset_tokens: int
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., tokens: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., label: _Optional[str] = ..., latency: _Optional[_Union[LatencyWish, _Mapping]] = ..., placement: _Optional[_Union[PlacementWish, _Mapping]] = ..., idempotency_key: _Optional[str] = ..., resume_offset_tokens: _Optional[int] = ...) -> None: ...
+    attributes: _containers.ScalarMap[str, str]
+    continues: str
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., tokens: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., label: _Optional[str] = ..., latency: _Optional[_Union[LatencyWish, _Mapping]] = ..., placement: _Optional[_Union[PlacementWish, _Mapping]] = ..., idempotency_key: _Optional[str] = ..., resume_offset_tokens: _Optional[int] = ..., attributes: _Optional[_Mapping[str, str]] = ..., continues: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("decision", "tokens", "migration", "finish")
@@ -107,7 +118,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, decision: _Optional[_Union[Decision, _Mapping]] = ..., tokens: _Optional[_Union[TokenDelta, _Mapping]] = ..., migration: _Optional[_Union[Migration, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("request_id", "plan", "label", "policy_version", "prompt_tokens", "model", "findings", "not_looked_at")
+    __slots__ = ("request_id", "plan", "label", "policy_version", "prompt_tokens", "model", "findings", "not_looked_at", "continued_label", "conditions", "continuation")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +127,9 @@ class Decision(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     FINDINGS_FIELD_NUMBER: _ClassVar[int]
     NOT_LOOKED_AT_FIELD_NUMBER: _ClassVar[int]
+    CONTINUED_LABEL_FIELD_NUMBER: _ClassVar[int]
+    CONDITIONS_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     plan: Plan
     label: str
@@ -124,7 +138,10 @@ class Decision(_message.Message):
     model: str
     findings: _containers.RepeatedCompositeFieldContainer[LabelFinding]
     not_looked_at: str
-    def __init__(self, request_id: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., label: _Optional[str] = ..., policy_version: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., model: _Optional[str] = ..., findings: _Optional[_Iterable[_Union[LabelFinding, _Mapping]]] = ..., not_looked_at: _Optional[str] = ...) -> None: ...
+    continued_label: str
+    conditions: _containers.RepeatedScalarFieldContainer[str]
+    continuation: str
+    def __init__(self, request_id: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., label: _Optional[str] = ..., policy_version: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., model: _Optional[str] = ..., findings: _Optional[_Iterable[_Union[LabelFinding, _Mapping]]] = ..., not_looked_at: _Optional[str] = ..., continued_label: _Optional[str] = ..., conditions: _Optional[_Iterable[str]] = ..., continuation: _Optional[str] = ...) -> None: ...
 
 class LabelFinding(_message.Message):
     __slots__ = ("kind", "start", "end")

@@ -36,6 +36,9 @@ class Happened:
     found_kinds: frozenset[str] = field(default_factory=frozenset)
     not_looked_at: bool = False
     fallbacks: int = 0
+    refused: bool = False
+    continued: str = ""
+    conditions: tuple[str, ...] = ()  # those that held, as "conditions[2]"
 
 
 def happened_from(receipt: VerifiedReceipt, places: Mapping[str, Place]) -> Happened:
@@ -55,6 +58,9 @@ def happened_from(receipt: VerifiedReceipt, places: Mapping[str, Place]) -> Happ
         found_kinds=frozenset(f["kind"] for f in label.get("findings", ())),
         not_looked_at="not_looked_at" in label,
         fallbacks=int(body["fallbacks"]),
+        refused="refused_because" in body,
+        continued=label.get("continued", ""),
+        conditions=tuple(label.get("conditions", ())),
     )
 
 
@@ -68,7 +74,9 @@ def breaches(happened: Happened, policy_yaml: str) -> tuple[str, ...]:
 
 
 def _find(happened: Happened, policy: dict[str, Any]) -> list[str]:
-    found = []
+    found: list[str] = []
+    if happened.refused and not happened.prompt_at and not happened.kv_moved_to:
+        return found  # nothing happened; its label may not have been worked out
     for lower, why in _must_be_at_least(happened, policy):
         if not _is_at_most(lower, happened.effective, policy):
             found.append(f"label {happened.effective} is below {lower}, which {why} asks for")
@@ -91,6 +99,12 @@ def _must_be_at_least(happened: Happened, policy: dict[str, Any]) -> list[tuple[
     """Labels that the effective one must be at or above, each with what asks for it."""
     default = (policy.get("labels") or {}).get("default") or "internal"
     asked = [(happened.claimed, "the caller") if happened.claimed else (default, "the default")]
+    if happened.continued:
+        known = happened.continued if happened.continued in _above(policy) else _top(policy)
+        asked.append((known, "the conversation that it continues"))
+    for name in happened.conditions:
+        rule = policy["conditions"][int(name.removeprefix("conditions[").removesuffix("]"))]
+        asked.append((rule["raise_to"], name))
     detectors = policy.get("detectors") or {}
     raise_to, detector_of = detectors.get("raise_to") or {}, kinds()
     for kind in happened.found_kinds:

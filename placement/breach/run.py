@@ -32,25 +32,22 @@ async def run_worlds(
 ) -> Tally:
     """Draw, decide, check. `until_breach`: stop at the first one."""
     tally, rng, guard = Tally(), random.Random(seed), Guard()
-    try:
-        for number in range(n):
-            if progress is not None and number % 50 == 0:
-                progress(number, n, f"{tally.breached} breaches")
-            world = draw(rng)
-            tally.worlds += 1
-            outcome = await decided(world, guard)
-            if outcome is None:
-                tally.refused += 1
-                continue
-            tally.shapes[outcome[1].choice.shape.name.lower()] += 1
-            for happened in outcomes(world, *outcome):
-                tally.outcomes += 1
-                if found := breaches(happened, world.policy_yaml):
-                    tally.breached += 1
-                    if len(tally.breaches) < MAX_KEPT:
-                        tally.breaches.append((number, "; ".join(found)))
-            if until_breach and tally.breached:
-                break
-    finally:
-        guard.close()
+    for number in range(n):
+        if progress is not None and number % 50 == 0:
+            progress(number, n, f"{tally.breached} breaches")
+        world = draw(rng)
+        tally.worlds += 1
+        outcome = await decided(world, guard)
+        if outcome is None:
+            tally.refused += 1
+            continue
+        tally.shapes[outcome[1].choice.shape.name.lower()] += 1
+        for happened in outcomes(world, *outcome):
+            tally.outcomes += 1
+            if found := breaches(happened, world.policy_yaml):
+                tally.breached += 1
+                if len(tally.breaches) < MAX_KEPT:
+                    tally.breaches.append((number, "; ".join(found)))
+        if until_breach and tally.breached:
+            break
     return tally

@@ -13,13 +13,16 @@ from placement.policy.rules import Policy
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The effective label and what made it so: findings that the policy has a label for, or why none could be made.
+    """The effective label and what made it so: findings that the policy has a label for, or why none could be made,
+    the conversation that it continues, and conditions.
 
     Positions are of the text that was looked at; of a chat, the contents of its messages joined by newlines."""
 
     label: str
     findings: tuple[Finding, ...] = ()
     failure: str = ""
+    continued: str = ""  # label of the conversation that the request goes on with; empty: of none
+    conditions: tuple[str, ...] = ()  # those of the policy that raised it
 
 
 async def raise_label(guard: Guard, policy: Policy, label: str, text: str) -> Raised:

@@ -6,7 +6,7 @@ what lies across a border is whole in one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from mesh.errors import Internal
 from placement.detect.plain import plain
@@ -15,19 +15,30 @@ from placement.detect.types import Detector, Finding
 WINDOW_CHARS = 8_192
 OVERLAP_CHARS = 512
 MAX_FINDINGS = 1_000
-"""At most this many are told of; more change nothing about the label."""
+"""At most this many are told of, and the first of each further kind: each kind may raise the label."""
 
 
 def scan(text: str, detectors: Sequence[Detector]) -> tuple[Finding, ...]:
-    """Findings in the order of their start, none twice, the first MAX_FINDINGS. Whatever a detector raises goes on
-    to the caller, which has to treat the text as unclassified. Raises Internal if a detector tells of a kind or a
-    place that it does not have."""
+    """Findings in the order of their start, none twice: the first MAX_FINDINGS, and the first of each kind that is not
+    among them. Whatever a detector raises goes on to the caller, which has to treat the text as unclassified. Raises
+    Internal if a detector tells of a kind or a place that it does not have."""
     found: set[Finding] = set()
     for window in windows(text, detectors):
-        found |= window
-        if len(found) >= MAX_FINDINGS:
-            break
-    return tuple(sorted(found)[:MAX_FINDINGS])
+        # The whole text is looked at, however much is in its first part: that may be there to hide what follows.
+        found |= window if len(found) < MAX_FINDINGS else _new_kinds(found, window)
+    ordered = sorted(found)
+    told = ordered[:MAX_FINDINGS]
+    return tuple(told + sorted(_new_kinds(set(told), ordered[MAX_FINDINGS:])))
+
+
+def _new_kinds(found: set[Finding], more: Iterable[Finding]) -> set[Finding]:
+    """The first finding of each kind that none of `found` is of."""
+    known = {f.kind for f in found}
+    first: dict[str, Finding] = {}
+    for finding in sorted(more):
+        if finding.kind not in known:
+            first.setdefault(finding.kind, finding)
+    return set(first.values())
 
 
 def windows(text: str, detectors: Sequence[Detector]) -> Iterator[frozenset[Finding]]:

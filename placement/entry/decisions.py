@@ -8,9 +8,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from mesh.errors import InvalidRequest, NoNodeNow, NotFound, PolicyDenied
+from mesh.errors import InvalidRequest, MeshError, NoCapableNode, NoNodeNow, NotFound, Overloaded, PolicyDenied
 from mesh.identity.place import Place, Tier
 from mesh.identity.principal import Principal
 from mesh.kv.hashing import block_hashes
@@ -25,9 +26,10 @@ from placement.decide.relocate import Pressure, is_relief
 from placement.decide.settings import DEFAULTS, DecideSettings
 from placement.decide.types import PlacementRequest, Plan, PlanShape, Refusal, Snapshot, Wish
 from placement.detect.guard import Guard
+from placement.entry import continuation
 from placement.entry.copies import Copier
 from placement.entry.in_flight import InFlight
-from placement.entry.intake import Accepted, ServedModel, accept
+from placement.entry.intake import Accepted, ServedModel, Terms, accept
 from placement.entry.learned import CodecSavings, PrefixMemory, cached_column
 from placement.entry.orders import Work, needs_relay
 from placement.entry.receipt import ReceiptKeeper, Signer
@@ -73,8 +75,40 @@ class Decisions:
     async def accept(self, principal: Principal, request: pb.GenerateRequest) -> Accepted:
         """See placement.entry.intake."""
         policy = self._deps.policies().lookup(principal.tenant).policy
-        seed = self._rng.getrandbits(64)
-        return await accept(request, principal, models=self._deps.models, policy=policy, guard=self._guard, seed=seed)
+        policy.check_age(time.time())
+        continued = ""
+        if request.continues:
+            continued = continuation.label_of(self._deps.salt, request.continues, tenant=principal.tenant)
+        terms = Terms(
+            models=self._deps.models,
+            policy=policy,
+            guard=self._guard,
+            own=self._own,
+            seed=self._rng.getrandbits(64),
+            continued=continued,
+        )
+        return await accept(request, principal, terms)
+
+    def continuation(self, accepted: Accepted) -> str:
+        """What the next turn of its conversation brings along. Raises PolicyDenied without a cache namespace."""
+        tenant, label, model = accepted.principal.tenant, accepted.placement.label, accepted.model.model_id
+        return continuation.issue(self._deps.salt, tenant=tenant, label=label, model=model)
+
+    async def plan_or_downgrade(self, accepted: Accepted, request: pb.GenerateRequest) -> tuple[Accepted, Plan]:
+        """The plan; where no node can run the model now, that of a model which the policy permits in its place, with
+        the request accepted anew for it. Raises what `plan` raises for the model that was asked for."""
+        try:
+            return accepted, self.plan(accepted)
+        except (Overloaded, NoNodeNow, NoCapableNode):
+            policy = self._deps.policies().lookup(accepted.principal.tenant).policy
+            for model in policy.downgrade.get(accepted.model.model_id, ()):
+                other = pb.GenerateRequest()
+                other.CopyFrom(request)
+                other.model = model
+                with suppress(MeshError):  # the first refusal is the one to be told
+                    found = await self.accept(accepted.principal, other)
+                    return found, self.plan(found)
+            raise
 
     def plan(self, accepted: Accepted) -> Plan:
         """Raises UnknownNode, PolicyDenied, NoNodeNow, NoCapableNode or Overloaded, naming the rule."""

@@ -27,11 +27,13 @@ from mesh.v1 import sibling_pb2
 from placement.decide.moves import Tactic
 from placement.decide.relocate import Pressure
 from placement.decide.types import Plan
+from placement.entry.admission import Admission, Admitted
 from placement.entry.copies import KEEP_S, MOST_COPIES, Copy
 from placement.entry.decisions import Decisions, FrontDoorDeps, tactic_of
 from placement.entry.intake import Accepted, ServedModel, encode_prompt, pick_model
 from placement.entry.live_request import LiveRequest, TakenOver
 from placement.entry.orders import Work
+from placement.entry.refused import RefusalReceipts, Refused
 from placement.entry.request_log import RequestLog, RequestStream
 from placement.entry.runner_types import EmitMigration, MoveCause
 
@@ -55,6 +57,10 @@ class FrontDoor:
         self._draining = False
         self._copies: dict[str, Copy] = {}  # requests of other entries, by their id there
         self._read_elsewhere: set[str] = set()  # requests of this entry that a client follows at another one
+        self._admission = Admission(deps.world, deps.signer.place.tier)
+        self._admitted: dict[str, Admitted] = {}
+        self._refusals = RefusalReceipts(deps.signer, deps.receipts)
+        deps.metrics.watch_waiting(lambda: self._admission.waiting)
 
     @property
     def running(self) -> int:
@@ -98,30 +104,70 @@ class FrontDoor:
             raise InvalidRequest("resume_offset_tokens needs an idempotency_key", field="resume_offset_tokens")
         if request.resume_offset_tokens:
             raise NotFound("no request with this idempotency_key is here to resume", field="idempotency_key")
+        return await self._take(principal, request)
+
+    async def _take(self, principal: Principal, request: pb.GenerateRequest) -> RequestStream:
+        """A new request. One that is refused leaves a receipt, whose id the error names."""
+        request_id, started_unix_s = self._new_id(), time.time()
+        accepted: Accepted | None = None
         root = start_span("request", parent=incoming(), node=self._deps.signer.place.node_id, tenant=principal.tenant)
         try:
             self._refuse_if_full()
             await self._deps.receipts.check()
+            policy = self._deps.policies().lookup(principal.tenant).policy
+            self._admission.count(principal.tenant, policy)
             with span("intake", parent=root.traceparent) as intake:
                 accepted = await self._decisions.accept(principal, request)
                 intake.set(prompt_tokens=len(accepted.token_ids), raised=len(accepted.raised.findings))
+            admitted = await self._admission.enter(
+                principal.tenant,
+                policy,
+                prompt_tokens=len(accepted.token_ids),
+                max_tokens=accepted.sampling.max_tokens,
+                deadline_s=accepted.placement.deadline_s,
+            )
+            return await self._run(request_id, accepted, admitted, request, root)
+        except MeshError as error:
+            root.end(error)
+            self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
+            error.details["request_id"] = request_id
+            refused = Refused(
+                request_id=request_id,
+                tenant=principal.tenant,
+                key_id=principal.key_id,
+                model=request.model,
+                claimed_label=request.label,
+                policy_version=self._deps.policies().lookup(principal.tenant).version,
+                started_unix_s=started_unix_s,
+                error=error,
+                raised=None if accepted is None else accepted.raised,
+            )
+            await self._refusals.keep(refused)
+            raise
+
+    async def _run(
+        self, request_id: str, accepted: Accepted, admitted: Admitted, request: pb.GenerateRequest, root: Span
+    ) -> RequestStream:
+        """Plan an admitted request and start it."""
+        principal = accepted.principal
+        try:
+            with span("decision", parent=root.traceparent) as decision:
+                accepted, plan = await self._decisions.plan_or_downgrade(accepted, request)
+                decision.set(candidates=len(plan.candidates), policy_version=plan.policy_version)
             # Others were served meanwhile: the same key may have come in on another connection.
             known = self._known(principal, request)
-            if known is not None:
-                root.end()
-                return known
-            self._refuse_if_full()
-            with span("decision", parent=root.traceparent) as decision:
-                plan = self._decisions.plan(accepted)
-                decision.set(candidates=len(plan.candidates), policy_version=plan.policy_version)
-            work = self._decisions.work(self._new_id(), accepted, plan, root.traceparent)
-        except MeshError as error:
-            self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
-            root.end(error)
+            if known is None:
+                self._refuse_if_full()
+                work = self._decisions.work(request_id, accepted, plan, root.traceparent)
+        except BaseException:
+            self._admission.leave(admitted, None)
             raise
-        stream = RequestStream(
-            work.context.request_id, principal.tenant, _fingerprint(principal, request), accepted.idempotency_key
-        )
+        if known is not None:
+            self._admission.leave(admitted, None)
+            root.end()
+            return known
+        self._admitted[request_id] = admitted
+        stream = RequestStream(request_id, principal.tenant, _fingerprint(principal, request), accepted.idempotency_key)
         copied = self._copy_out(stream, accepted, request)
         return self._start(accepted, plan, work, stream, root, copied=copied)
 
@@ -169,6 +215,7 @@ class FrontDoor:
                 metrics=self._deps.metrics,
                 learn=self._decisions,
                 receipts=self._deps.receipts,
+                continuation=self._decisions.continuation(accepted),
                 taken_over=taken_over,
             )
             live.copied_to(copied)
@@ -178,14 +225,17 @@ class FrontDoor:
             self._log.add(stream, time.monotonic())
         self._live[request_id] = live
         self._producers[request_id] = task
-        task.add_done_callback(lambda _: self._ended(request_id, live, root))
+        task.add_done_callback(lambda _: self._ended(request_id, root))
         return stream
 
-    def _ended(self, request_id: str, live: LiveRequest, root: Span) -> None:
-        root.set(generated_tokens=live.driver.usage.completion_tokens)
+    def _ended(self, request_id: str, root: Span) -> None:
+        live = self._live.pop(request_id)
+        used_tokens = live.driver.usage.completion_tokens
+        root.set(generated_tokens=used_tokens)
         root.end(live.error)
-        del self._live[request_id], self._producers[request_id]
+        del self._producers[request_id]
         self._read_elsewhere.discard(request_id)
+        self._admission.leave(self._admitted.pop(request_id), used_tokens)
         self._client_is_back(request_id)
         # What was answered goes by the clock, not with the next request.
         asyncio.get_running_loop().call_later(self._log.keep_s + 1.0, lambda: self._log.expire(time.monotonic()))
@@ -228,6 +278,7 @@ class FrontDoor:
             label=accepted.placement.label,
             seed=accepted.sampling.seed,
         )
+        opened.request.model = accepted.model.model_id  # it may have been downgraded
         return self._deps.copier.copy(opened, stream, lambda place: self._decisions.may_copy_to(accepted, place))
 
     def _tell_followed(self, stream: RequestStream, followed: bool) -> None:
@@ -280,15 +331,27 @@ class FrontDoor:
             self._refuse_if_full()
             await self._deps.receipts.check()
             accepted = await self._decisions.accept(who, copy.to_go_on())
-            plan = self._decisions.plan(accepted)
-            root = start_span("request", node=self._deps.signer.place.node_id, tenant=who.tenant, kind="taken_over")
-            work = self._decisions.work(self._new_id(), accepted, plan, root.traceparent)
+            admitted = await self._admission.enter(
+                who.tenant,
+                self._deps.policies().lookup(who.tenant).policy,
+                prompt_tokens=len(accepted.token_ids),
+                max_tokens=accepted.sampling.max_tokens,
+                deadline_s=accepted.placement.deadline_s,
+            )
+            try:
+                plan = self._decisions.plan(accepted)
+                root = start_span("request", node=self._deps.signer.place.node_id, tenant=who.tenant, kind="taken_over")
+                work = self._decisions.work(self._new_id(), accepted, plan, root.traceparent)
+            except BaseException:
+                self._admission.leave(admitted, None)
+                raise
         except MeshError as error:
             self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
             copy.stream.end(time.monotonic(), error)
             return
         log.info("request_taken_over", request_id=before, origin=copy.origin, tokens=len(copy.stream.token_ids))
         self._log.rename(copy.stream, work.context.request_id)
+        self._admitted[work.context.request_id] = admitted
         self._start(accepted, plan, work, copy.stream, root, taken_over=TakenOver(request_id=before, entry=copy.origin))
         if not copy.stream.readers:
             self._client_left(copy.stream)

@@ -9,12 +9,12 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from mesh.errors import InvalidRequest, NotImplementedHere, UnknownModel
-from mesh.identity.place import check_name
+from mesh.identity.place import Place, check_name
 from mesh.identity.principal import Principal
 from mesh.model.chat_template import MAX_MESSAGES, ChatTemplate, Message
 from mesh.model.description import ModelDescription, describe
@@ -25,11 +25,14 @@ from mesh.v1 import inference_pb2 as pb
 from placement.decide.types import PlacementRequest, PlanShape, Shipment, Wish
 from placement.detect.guard import Guard
 from placement.detect.label import Raised, raise_label
+from placement.policy.conditions import raised_by
 from placement.policy.model import Policy
 
 MAX_PROMPT_CHARS = 2_000_000
 MAX_IDEMPOTENCY_KEY_CHARS = 128
 MAX_CODEC_CHARS = 128
+MAX_ATTRIBUTES = 16
+MAX_ATTRIBUTE_CHARS = 256
 DEFAULT_MAX_TOKENS = 256
 EXPECTED_TOKENS = 128  # guess of an output's length where nothing is known
 _INLINE_CHARS = 4_000  # longer text is tokenised off the event loop
@@ -236,24 +239,77 @@ def _positive(latency: pb.LatencyWish, field: Literal["ttft_s", "tpot_s", "deadl
     return value
 
 
-async def accept(
-    request: pb.GenerateRequest,
-    principal: Principal,
-    *,
-    models: Mapping[str, ServedModel],
-    policy: Policy,
-    guard: Guard,
-    seed: int,
-) -> Accepted:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What an entry brings to a request. `continued`: label of the conversation that it continues; empty: of none."""
+
+    models: Mapping[str, ServedModel]
+    policy: Policy
+    guard: Guard
+    own: Place
+    seed: int
+    continued: str = ""
+
+
+def _sooner(asked_s: float | None, target_s: float | None) -> float | None:
+    return min((s for s in (asked_s, target_s) if s is not None), default=None)
+
+
+def _check_attributes(attributes: Mapping[str, str]) -> None:
+    if len(attributes) > MAX_ATTRIBUTES:
+        raise InvalidRequest(f"{len(attributes)} attributes, at most {MAX_ATTRIBUTES}", field="attributes")
+    for name, value in attributes.items():
+        if not 0 < len(name) <= MAX_ATTRIBUTE_CHARS or len(value) > MAX_ATTRIBUTE_CHARS:
+            raise InvalidRequest(
+                f"an attribute's name has 1 to {MAX_ATTRIBUTE_CHARS} characters, its value at most as many",
+                field="attributes",
+            )
+
+
+def _features(request: pb.GenerateRequest, principal: Principal, own: Place, raised: Raised) -> dict[str, Any]:
+    """What conditions see of a request; never its text."""
+    return {
+        "tenant": principal.tenant,
+        "key_id": principal.key_id,
+        "label": raised.label,
+        "claimed_label": request.label,
+        "kind": request.WhichOneof("prompt") or "",
+        "findings": sorted({f.kind for f in raised.findings}),
+        "attributes": dict(request.attributes),
+        "entry": {
+            "node": own.node_id,
+            "site": own.site,
+            "region": own.region,
+            "jurisdiction": own.jurisdiction,
+            "tier": own.tier.value,
+        },
+    }
+
+
+def _raise_by_conditions(policy: Policy, raised: Raised, features: Mapping[str, Any]) -> Raised:
+    """All see the label as it was before any of them. Raises PolicyDenied."""
+    label, held = raised.label, raised_by(policy.conditions, features)
+    for _, raise_to in held:
+        label = policy.join(label, raise_to)
+    return replace(raised, label=label, conditions=tuple(name for name, _ in held))
+
+
+async def accept(request: pb.GenerateRequest, principal: Principal, terms: Terms) -> Accepted:
     """Check and complete one request under its tenant's policy."""
-    model = pick_model(request.model, models, policy)
+    policy = terms.policy
+    model = pick_model(request.model, terms.models, policy)
     if len(request.idempotency_key) > MAX_IDEMPOTENCY_KEY_CHARS:
         raise InvalidRequest(
             f"idempotency_key has more than {MAX_IDEMPOTENCY_KEY_CHARS} characters", field="idempotency_key"
         )
     if request.resume_offset_tokens and not request.idempotency_key:
         raise InvalidRequest("resume_offset_tokens needs an idempotency_key", field="resume_offset_tokens")
+    _check_attributes(request.attributes)
     label = policy.check_label(request.label or policy.default_label)
+    if terms.continued:
+        # A label that the policy does not know any more was known when it was given: the top is above it.
+        known = terms.continued if terms.continued in policy.labels.above else policy.labels.top
+        label = policy.join(label, known)
     ids = await encode_prompt(request, model)
     room = model.description.context_tokens - len(ids)
     if room < 1:
@@ -264,8 +320,13 @@ async def accept(
         )
     raised = Raised(label)
     if policy.detection.wanted:
-        raised = await raise_label(guard, policy, label, await prompt_text(request, model))
-    sampling = sampling_from(request.sampling, room_tokens=room, seed=seed)
+        raised = await raise_label(terms.guard, policy, label, await prompt_text(request, model))
+    raised = replace(raised, continued=terms.continued)
+    sampling = sampling_from(request.sampling, room_tokens=room, seed=terms.seed)
+    if policy.conditions:
+        features = _features(request, principal, terms.own, raised)
+        counts = {"model": model.model_id, "prompt_tokens": len(ids), "max_tokens": sampling.max_tokens}
+        raised = _raise_by_conditions(policy, raised, features | counts)
     return Accepted(
         principal=principal,
         model=model,
@@ -280,9 +341,9 @@ async def accept(
             prompt_tokens=len(ids),
             max_tokens=sampling.max_tokens,
             expected_tokens=min(EXPECTED_TOKENS, sampling.max_tokens),
-            ttft_s=_positive(request.latency, "ttft_s"),
-            tpot_s=_positive(request.latency, "tpot_s"),
-            deadline_s=_positive(request.latency, "deadline_s"),
+            ttft_s=_positive(request.latency, "ttft_s") or policy.targets.ttft_s,
+            tpot_s=_positive(request.latency, "tpot_s") or policy.targets.tpot_s,
+            deadline_s=_sooner(_positive(request.latency, "deadline_s"), policy.targets.deadline_s),
             wish=_wish(request.placement),
         ),
         idempotency_key=request.idempotency_key,

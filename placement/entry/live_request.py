@@ -87,6 +87,7 @@ class LiveRequest:
         metrics: Metrics,
         learn: Learn,
         receipts: ReceiptKeeper,
+        continuation: str,
         taken_over: TakenOver | None = None,
     ) -> None:
         """`stream` of a request that is taken over has its tokens so far."""
@@ -134,7 +135,7 @@ class LiveRequest:
             runner=PlanRunner(spec), work=work, world=world, on_effect=self._on_effect, on_report=self._on_report
         )
         if taken_over is None:
-            decision = decision_to_wire(stream.request_id, accepted, plan)
+            decision = decision_to_wire(stream.request_id, accepted, plan, continuation=continuation)
             stream.append(pb.GenerateResponse(decision=decision))
         else:  # its client had a decision before; what changes for it is where the tokens come from
             stream.append(pb.GenerateResponse(migration=migration_to_wire(_taken_up(stream, plan))))

@@ -76,7 +76,7 @@ class ReceiptDraft:
             "request_id": self.request_id,
             "tenant": self.tenant,
             "model": self.model,
-            "label": _label(self.claimed_label, self.raised),
+            "label": label_body(self.claimed_label, self.raised),
             "policy_version": self.plan.policy_version,
             "rule": self.plan.rule,
             "entry": signer.place.uri,
@@ -100,12 +100,16 @@ class ReceiptDraft:
         return common.Receipt(record=record_to_wire(signer.sign(body)), legs=[record_to_wire(leg) for leg in self.legs])
 
 
-def _label(claimed: str, raised: Raised) -> dict[str, Any]:
+def label_body(claimed: str, raised: Raised) -> dict[str, Any]:
     """How the label came about: findings by kind and position, never by value."""
     findings = [{"kind": f.kind, "start": f.start, "end": f.end} for f in raised.findings[:MAX_FINDINGS]]
     body: dict[str, Any] = {"claimed": claimed, "effective": raised.label}
     if findings:
         body |= {"findings": findings, "findings_total": len(raised.findings)}
+    if raised.continued:
+        body["continued"] = raised.continued
+    if raised.conditions:
+        body["conditions"] = list(raised.conditions)
     if raised.failure:
         body["not_looked_at"] = raised.failure
     return body

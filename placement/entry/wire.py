@@ -24,7 +24,7 @@ _SHAPES = {
 _MOST_CANDIDATES = 8
 
 
-def decision_to_wire(request_id: str, accepted: Accepted, plan: Plan) -> pb.Decision:
+def decision_to_wire(request_id: str, accepted: Accepted, plan: Plan, *, continuation: str = "") -> pb.Decision:
     """The first message of a stream."""
     return pb.Decision(
         request_id=request_id,
@@ -37,6 +37,9 @@ def decision_to_wire(request_id: str, accepted: Accepted, plan: Plan) -> pb.Deci
             pb.LabelFinding(kind=f.kind, start=f.start, end=f.end) for f in accepted.raised.findings[:MAX_FINDINGS]
         ],
         not_looked_at=accepted.raised.failure,
+        continued_label=accepted.raised.continued,
+        conditions=accepted.raised.conditions,
+        continuation=continuation,
     )
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
 ModelName = Annotated[str, Field(min_length=1, max_length=200)]
+Seconds = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
 Price = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
 
 
@@ -65,6 +66,11 @@ class Models(_Part):
 
     allowed: list[ModelName] | None = Field(default=None, min_length=1, description="Absent: every model of the mesh.")
     default: ModelName | None = Field(default=None, description="Model of a request that names none.")
+    downgrade: dict[ModelName, Annotated[list[ModelName], Field(min_length=1, max_length=8)]] = Field(
+        default={},
+        max_length=64,
+        description="For a model those that may answer in its place, in order, where no node can run it now.",
+    )
 
 
 class PatternRule(_Part):
@@ -97,6 +103,39 @@ class PriceTable(_Part):
     edge_decode_per_s: Price = 0.0
 
 
+class LimitRules(_Part):
+    """What the tenant may ask for. Each entry counts for itself; 10 seconds of a rate may come at once."""
+
+    requests_per_minute: Annotated[float, Field(gt=0.0, le=1e9, allow_inf_nan=False)] | None = None
+    tokens_per_minute: Annotated[float, Field(gt=0.0, le=1e12, allow_inf_nan=False)] | None = Field(
+        default=None, description="Tokens of prompts, and those that are generated."
+    )
+    offline_share_ratio: float = Field(
+        default=0.2, ge=0.0, le=1.0, allow_inf_nan=False, description="Share of both at a site that is cut off."
+    )
+
+
+class TargetRules(_Part):
+    """Latency that requests want which state none, in seconds. A request may ask for an earlier deadline only."""
+
+    ttft_s: Seconds | None = Field(default=None, description="Time to first token.")
+    tpot_s: Seconds | None = Field(default=None, description="Time per output token.")
+    deadline_s: Seconds | None = Field(default=None, description="A request that takes longer is ended.")
+
+
+class ConditionRule(_Part):
+    """A rule in CEL. Exactly one of `raise_to` and `deny`. One that cannot be worked out refuses the request."""
+
+    when: str = Field(
+        min_length=1,
+        max_length=1000,
+        description="CEL over tenant, key_id, model, label, claimed_label, prompt_tokens, max_tokens, kind, findings, "
+        "attributes and entry.{node, site, region, jurisdiction, tier}; must be true or false.",
+    )
+    raise_to: Name | None = Field(default=None, description="Label that the request is raised to.")
+    deny: str | None = Field(default=None, min_length=1, max_length=200, description="Refused, and told this.")
+
+
 class PolicyDocument(_Part):
     """One tenant's placement policy."""
 
@@ -110,7 +149,24 @@ class PolicyDocument(_Part):
     )
     models: Models = Models()
     detectors: DetectorRules = DetectorRules()
+    conditions: list[ConditionRule] = Field(
+        default=[], max_length=32, description="All are worked out for each request, in this order."
+    )
     priority: int = Field(default=0, ge=-100, le=100, description="Smaller runs first.")
+    share: float = Field(
+        default=1.0,
+        ge=0.01,
+        le=100.0,
+        allow_inf_nan=False,
+        description="Weight of the tenant among those of the same priority, where requests have to wait.",
+    )
+    limits: LimitRules = LimitRules()
+    targets: TargetRules = TargetRules()
+    expires: str | None = Field(
+        default=None,
+        max_length=40,
+        description='Day or time (RFC 3339, quoted) from which on every request is refused, such as "2027-01-31".',
+    )
     fallback: Literal["allowed", "none"] = Field(
         default="allowed", description="`none`: if the first choice fails, the request fails."
     )

@@ -6,21 +6,27 @@ unknown keys), and the cross-checks here (lattice, labels, rules that say nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from types import MappingProxyType
 
 from pydantic import ValidationError
 
 from mesh.errors import InvalidRequest
-from mesh.identity.place import Tier
-from placement.policy.detection import compile_detection
+from mesh.identity.place import Place, Tier
+from placement.policy.conditions import compile_conditions
+from placement.policy.contradictions import contradictions
+from placement.policy.detection import Wrong, compile_detection
 from placement.policy.document import PlaceRule, PolicyDocument
 from placement.policy.labels import DEFAULT_ORDER, Lattice, LatticeProblem
-from placement.policy.rules import DataKind, Policy, Prices, Rule
+from placement.policy.rules import DataKind, LatencyTargets, Policy, Prices, RateLimits, Rule
 from placement.policy.yaml_text import Document, Problem, YamlProblem, read_yaml
 
 __all__ = ["DataKind", "Policy", "Prices", "Problem", "Rule", "check_policy", "parse_policy"]
 
 OWN_SITE = "own"
+MAX_PROBLEMS = 100
+"""More of one document are not told of."""
 
 
 def parse_policy(text: str, *, version: int) -> Policy:
@@ -39,6 +45,16 @@ def check_policy(text: str) -> tuple[Problem, ...]:
     return () if isinstance(outcome, Policy) else outcome
 
 
+def check_meaning(text: str, places: Sequence[Place]) -> tuple[Problem, ...]:
+    """What a valid document says that is hardly meant, on a mesh whose engines are at `places`; empty for one that is
+    not valid."""
+    policy = _read(text, version=1)
+    if not isinstance(policy, Policy):
+        return ()
+    document = read_yaml(text)
+    return tuple(_problem(document, at, message) for at, message in contradictions(policy, places))[:MAX_PROBLEMS]
+
+
 def _read(text: str, version: int) -> Policy | tuple[Problem, ...]:
     try:
         document = read_yaml(text)
@@ -47,7 +63,8 @@ def _read(text: str, version: int) -> Policy | tuple[Problem, ...]:
     try:
         written = PolicyDocument.model_validate(document.data)
     except ValidationError as exc:
-        return tuple(_problem(document, error["loc"], _words(error["type"], error["msg"])) for error in exc.errors())
+        errors = exc.errors(include_url=False, include_input=False)[:MAX_PROBLEMS]
+        return tuple(_problem(document, error["loc"], _words(error["type"], error["msg"])) for error in errors)
     return _compile(written, document, version)
 
 
@@ -90,9 +107,12 @@ def _compile(written: PolicyDocument, document: Document, version: int) -> Polic
     allowed, default_model = written.models.allowed, written.models.default or ""
     if allowed is not None and default_model and default_model not in allowed:
         wrong(("models", "default"), f"{default_model!r} is not in models.allowed")
+    _check_downgrade(written, wrong)
+    expires_unix_s = _expiry(written.expires, wrong)
+    conditions = compile_conditions(written.conditions, labels, wrong)
     detection = compile_detection(written.detectors, labels, lambda at, message: wrong(("detectors", *at), message))
     if problems:
-        return tuple(problems)
+        return tuple(problems[:MAX_PROBLEMS])
     prompt_rules = {name: _rules("rules", name, written) or (_own_site(name),) for name in labels.names}
     return Policy(
         version=version,
@@ -108,7 +128,35 @@ def _compile(written: PolicyDocument, document: Document, version: int) -> Polic
         prices=Prices(**written.price.model_dump()),
         kv_max_loss_ratio=written.kv_max_loss_ratio,
         detection=detection,
+        limits=RateLimits(**written.limits.model_dump()),
+        share=written.share,
+        targets=LatencyTargets(**written.targets.model_dump()),
+        downgrade=MappingProxyType({model: tuple(others) for model, others in written.models.downgrade.items()}),
+        conditions=conditions,
+        expires_unix_s=expires_unix_s,
     )
+
+
+def _check_downgrade(written: PolicyDocument, wrong: Wrong) -> None:
+    allowed = written.models.allowed
+    for model, others in written.models.downgrade.items():
+        for i, other in enumerate(others):
+            at = ("models", "downgrade", model, i)
+            if other == model or other in others[:i]:
+                wrong(at, f"{other!r} is named already")
+            elif allowed is not None and other not in allowed:
+                wrong(at, f"{other!r} is not in models.allowed")
+
+
+def _expiry(text: str | None, wrong: Wrong) -> float | None:
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        wrong(("expires",), 'must be a day or a time such as "2027-01-31" or "2027-01-31T12:00:00+01:00"')
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _lattice(written: PolicyDocument) -> Lattice:

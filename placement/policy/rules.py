@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,6 +109,37 @@ class Detection:
         return bool(self.raise_to or self.patterns)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Condition:
+    """Raises the label, or refuses, where its expression holds: `raise_to` or `deny` is not empty. `program` is what
+    placement.policy.conditions evaluates; `name` what refusals and receipts call it."""
+
+    name: str
+    when: str
+    raise_to: str
+    deny: str
+    program: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateLimits:
+    """What a tenant may ask for at each entry; None: no limit. A site that is cut off gives out `offline_share_ratio`
+    of both."""
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    offline_share_ratio: float = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyTargets:
+    """For requests that state none, in seconds; a request's own deadline may only be sooner."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    deadline_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """See the module's docstring. `version` is that of the stored document; 0 is the built-in policy."""
@@ -125,6 +157,18 @@ class Policy:
     relay: bool = True  # whether sealed data may pass a third node
     kv_max_loss_ratio: float = 0.01  # rise of perplexity that a codec of moving KV may cost
     detection: Detection = field(default_factory=Detection)
+    limits: RateLimits = field(default_factory=RateLimits)
+    share: float = 1.0  # weight between tenants of one priority
+    targets: LatencyTargets = field(default_factory=LatencyTargets)
+    downgrade: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    conditions: tuple[Condition, ...] = ()
+    expires_unix_s: float | None = None
+
+    def check_age(self, now_unix_s: float) -> None:
+        """Raises PolicyDenied once it has expired."""
+        if self.expires_unix_s is not None and now_unix_s >= self.expires_unix_s:
+            message = f"policy version {self.version} has expired: an admin has to apply a newer one"
+            raise PolicyDenied(message, rule="expires", version=str(self.version))
 
     def check_label(self, label: str) -> str:
         """The label. Raises InvalidRequest if the policy does not know it."""

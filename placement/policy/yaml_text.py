@@ -1,9 +1,9 @@
 """YAML from a stranger, read safely and with positions: text -> plain data plus the line and column of each part.
 
-Refused: more than MAX_BYTES, anchors and aliases (so nothing can expand), nesting beyond MAX_DEPTH, more than one
-document, tags other than string, integer, number, boolean and null, keys that are no strings, keys given twice.
-`no`, `NO`, `on` and the like are strings, as in YAML 1.2: NO is also a country. Integers are decimal: what YAML 1.1
-reads in another base (1:30 is 90 to it, 010 is 8) is refused, and so are its numbers with `:` or `_`.
+Refused: more than MAX_BYTES or MAX_PARTS, anchors and aliases (so nothing can expand), nesting beyond MAX_DEPTH,
+more than one document, tags other than string, integer, number, boolean and null, keys that are no strings, keys given
+twice. `no`, `NO`, `on` and the like are strings, as in YAML 1.2: NO is also a country. Integers are decimal: what YAML
+1.1 reads in another base (1:30 is 90 to it, 010 is 8) is refused, and so are its numbers with `:` or `_`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import yaml
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 8
+MAX_PARTS = 20_000
+"""Keys, values, lists and mappings of one document."""
 
 Path = tuple[str | int, ...]
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
@@ -96,8 +98,11 @@ def read_yaml(text: str) -> Document:
 
 
 def _refuse_dangers(text: str) -> None:
-    depth = 0
+    depth = parts = 0
     for event in yaml.parse(text, Loader=_LOADER):
+        parts += isinstance(event, yaml.NodeEvent)
+        if parts > MAX_PARTS:
+            raise _problem(event.start_mark, (), f"more than {MAX_PARTS} keys and values")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise _problem(event.start_mark, (), "anchors and aliases are not allowed")
         if isinstance(event, yaml.CollectionStartEvent):

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
 
 from mesh.errors import InvalidRequest
-from mesh.identity.place import check_name
+from mesh.identity.place import Place, check_name
 from mesh.identity.principal import AccessRole
 from mesh.identity.tenants import TenantDirectory, checked_sites, issue_key, new_tenant, role_from_name
 from mesh.telemetry.log import get_logger
 from mesh.v1 import admin_pb2 as admin
 from mesh.v1 import admin_pb2_grpc as admin_grpc
-from placement.policy.model import check_policy
+from placement.policy.model import Problem, check_meaning, check_policy
 from placement.service.stores import PolicyStore, StoredPolicy, TenantStore
 
 log = get_logger(__name__)
@@ -29,10 +29,18 @@ id of the key that asked; raises MeshError if it cannot be kept, and then nothin
 class PoliciesServicer(admin_grpc.PoliciesServicer):
     """Policies per tenant."""
 
-    def __init__(self, store: PolicyStore, tenants: TenantStore, record: RecordAdmin) -> None:
+    def __init__(
+        self,
+        store: PolicyStore,
+        tenants: TenantStore,
+        record: RecordAdmin,
+        places: Callable[[], Sequence[Place]] = tuple,
+    ) -> None:
+        """`places`: of the mesh's engines, up or down; none: warnings say nothing of what fits where."""
         self._store = store
         self._tenants = tenants
         self._record = record
+        self._places = places
 
     async def Put(self, request: admin.PutPolicyRequest, context: grpc.aio.ServicerContext) -> admin.PutPolicyResponse:
         self._tenants.directory.tenant(request.tenant)
@@ -63,11 +71,10 @@ class PoliciesServicer(admin_grpc.PoliciesServicer):
     async def Validate(
         self, request: admin.ValidatePolicyRequest, context: grpc.aio.ServicerContext
     ) -> admin.ValidatePolicyResponse:
+        problems = await asyncio.to_thread(check_policy, request.yaml)
+        meaning = () if problems else await asyncio.to_thread(check_meaning, request.yaml, tuple(self._places()))
         return admin.ValidatePolicyResponse(
-            problems=[
-                admin.PolicyProblem(line=p.line, column=p.column, path=p.path, message=p.message)
-                for p in await asyncio.to_thread(check_policy, request.yaml)
-            ]
+            problems=map(_problem_to_wire, problems), warnings=map(_problem_to_wire, meaning)
         )
 
     async def History(
@@ -133,6 +140,10 @@ class TenantsServicer(admin_grpc.TenantsServicer):
         await self._store.change(lambda directory: directory.with_revoked(request.key_id))
         log.info("key_revoked", key_id=request.key_id)
         return admin.RevokeKeyResponse()
+
+
+def _problem_to_wire(problem: Problem) -> admin.PolicyProblem:
+    return admin.PolicyProblem(line=problem.line, column=problem.column, path=problem.path, message=problem.message)
 
 
 def _to_wire(stored: StoredPolicy) -> admin.StoredPolicy:

@@ -165,7 +165,13 @@ async def serve(settings: PlacementSettings) -> None:
             roles=state,
         )
         record = admin_recorder(audit)
-        admin_pb2_grpc.add_PoliciesServicer_to_server(PoliciesServicer(policies, tenants, record), public.server)
+
+        def places() -> tuple[Place, ...]:
+            return state.snapshot().places
+
+        admin_pb2_grpc.add_PoliciesServicer_to_server(
+            PoliciesServicer(policies, tenants, record, places), public.server
+        )
         admin_pb2_grpc.add_TenantsServicer_to_server(TenantsServicer(tenants, record), public.server)
         uplink_pb2_grpc.add_UplinkServicer_to_server(hub, node.server)
 

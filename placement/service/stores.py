@@ -72,12 +72,13 @@ class PolicyReader:
         self._registry = registry
         self._on_change = on_change
         self._task: asyncio.Task[None] | None = None
+        self._using = asyncio.Lock()
         self.book = PolicyBook()
         self.stored: tuple[StoredPolicy, ...] = ()
 
     async def start(self) -> None:
         """Read once (raises NodeUnreachable), then follow."""
-        self._use(await self._registry.list_values(POLICY_PREFIX))
+        await self._read()
         self._task = background_loop(self._follow, "policies")
 
     async def close(self) -> None:
@@ -87,9 +88,17 @@ class PolicyReader:
 
     async def _follow(self) -> None:
         async for values in self._registry.watch_values(POLICY_PREFIX):
-            self._use(values)
+            waits = self._using.locked()
+            async with self._using:
+                # Whoever was in turn may have read something newer than what the watch told.
+                await self._use(await self._registry.list_values(POLICY_PREFIX) if waits else values)
 
-    def _use(self, values: tuple[Value, ...]) -> None:
+    async def _read(self) -> None:
+        """Take in what the registry has now."""
+        async with self._using:
+            await self._use(await self._registry.list_values(POLICY_PREFIX))
+
+    async def _use(self, values: tuple[Value, ...]) -> None:
         entries = {entry.tenant: entry for entry in self.stored}
         lost = entries.keys() - {value.key.removeprefix(POLICY_PREFIX) for value in values}
         if lost:
@@ -102,7 +111,8 @@ class PolicyReader:
                 if entry.yaml is None:
                     book = book.without(tenant)
                 elif entry != entries.get(tenant):
-                    book = book.with_policy(tenant, entry.yaml, entry.version)
+                    # Off the event loop: a large document takes long.
+                    book = await asyncio.to_thread(book.with_policy, tenant, entry.yaml, entry.version)
                 entries[tenant] = entry
             except MeshError as error:
                 log.error("policy_unusable", tenant=tenant, reason=error.reason)
@@ -157,7 +167,7 @@ class PolicyStore(PolicyReader):
                 await self._registry.put(key, entry.to_json(), expected_version=0 if value is None else value.version)
             except RevisionMismatch:
                 continue  # another placement service was faster: look again
-            self._use(await self._registry.list_values(POLICY_PREFIX))
+            await self._read()
             return entry.version
         raise RevisionMismatch(f"the policy of {tenant} keeps changing under us: try again")
 

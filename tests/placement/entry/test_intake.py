@@ -14,10 +14,10 @@ from mesh.v1 import inference_pb2 as pb
 from placement.decide.types import PlanShape
 from placement.detect.guard import Guard
 from placement.entry import intake
-from placement.entry.intake import Accepted, ServedModel, accept, prompt_text, refuse_hopeless
+from placement.entry.intake import Accepted, ServedModel, Terms, accept, prompt_text, refuse_hopeless
 from placement.policy.model import parse_policy
 from tests.fakes.fake_engine import VOCAB
-from tests.fakes.mesh import POLICY, principal, request_of, toy_model
+from tests.fakes.mesh import POLICY, place_of, principal, request_of, toy_model
 
 SEED = 2**64 - 1
 
@@ -28,7 +28,8 @@ GUARD = Guard()
 async def take(request: pb.GenerateRequest, *, policy: str = POLICY, models: tuple[str, ...] = ("toy",)) -> Accepted:
     compiled = parse_policy(policy, version=1)
     served = {name: toy_model(context_tokens=64, model_id=name) for name in models}
-    return await accept(request, principal(), models=served, policy=compiled, guard=GUARD, seed=SEED)
+    terms = Terms(models=served, policy=compiled, guard=GUARD, own=place_of("core-1"), seed=SEED)
+    return await accept(request, principal(), terms)
 
 
 @pytest.mark.parametrize(

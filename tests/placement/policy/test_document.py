@@ -6,8 +6,8 @@ import pytest
 
 from mesh.errors import InvalidRequest
 from placement.policy.document import json_schema
-from placement.policy.model import check_policy, parse_policy
-from placement.policy.yaml_text import MAX_BYTES
+from placement.policy.model import MAX_PROBLEMS, check_policy, parse_policy
+from placement.policy.yaml_text import MAX_BYTES, MAX_PARTS
 
 FULL = """\
 version: 1
@@ -133,6 +133,43 @@ def test_json_schema_names_every_key() -> None:
     schema = json_schema()
     assert set(schema["properties"]) == {
         "version", "labels", "rules", "kv_rules", "models", "detectors", "priority", "fallback", "price",
-            "kv_max_loss_ratio", "relay",
+            "kv_max_loss_ratio", "relay", "conditions", "limits", "targets", "share", "expires",
     }  # fmt: skip
     assert schema["additionalProperties"] is False
+
+
+def test_a_million_lines_are_refused_before_they_are_read() -> None:
+    (problem,) = check_policy("a: 1\n" * 1_000_000)
+    assert f"at most {MAX_BYTES}" in problem.message
+
+
+def test_a_document_of_too_many_parts_is_refused_where_they_begin_to_be() -> None:
+    text = "version: 1\nrules: {public: {sites: [" + ",".join(f"s{i}" for i in range(30_000)) + "]}}"
+    (problem,) = check_policy(text)
+    assert (problem.line, f"more than {MAX_PARTS} keys" in problem.message) == (2, True)
+
+
+def test_of_very_many_problems_the_first_are_told() -> None:
+    text = "version: 1\nrules: {public: {sites: [" + ",".join(f"-s{i}" for i in range(5_000)) + "]}}"
+    assert len(check_policy(text)) == MAX_PROBLEMS
+
+
+@pytest.mark.parametrize("given", ["tomorrow", "2027-13-01", "31.12.2027", ""])
+def test_an_expiry_that_is_no_time(given: str) -> None:
+    (problem,) = check_policy(f'version: 1\nexpires: "{given}"')
+    assert (problem.line, problem.column, problem.path) == (2, 1, "expires")
+
+
+@pytest.mark.parametrize(
+    ("models", "path", "words"),
+    [
+        ("{downgrade: {big: [big]}}", "models.downgrade.big[0]", "named already"),
+        ("{downgrade: {big: [small, small]}}", "models.downgrade.big[1]", "named already"),
+        ("{allowed: [big], downgrade: {big: [small]}}", "models.downgrade.big[0]", "not in models.allowed"),
+        ("{downgrade: {big: []}}", "models.downgrade.big", "at least 1"),
+    ],
+)
+def test_a_downgrade_that_cannot_be(models: str, path: str, words: str) -> None:
+    (problem,) = check_policy(f"version: 1\nmodels: {models}")
+    assert (problem.line, problem.path) == (2, path)
+    assert words in problem.message

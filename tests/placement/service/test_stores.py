@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,12 +22,29 @@ from mesh.errors import (
 from mesh.identity.principal import AccessRole
 from mesh.identity.tenants import TenantDirectory, issue_key, new_tenant
 from mesh.registry.types import Value
+from placement.policy.model import parse_policy
+from placement.policy.rules import Policy
 from placement.service.stores import POLICY_PREFIX, TENANTS_KEY, PolicyReader, PolicyStore, StoredPolicy, TenantStore
 from tests.fakes.mesh import until
 from tests.placement.service.registries import MoodyRegistry
 
 ONE = "version: 1\npriority: 1"
 TWO = "version: 1\npriority: 2"
+
+
+async def test_documents_are_parsed_off_the_event_loop(policies: PolicyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set[int]()
+
+    def parse(text: str, *, version: int) -> Policy:
+        threads.add(threading.get_ident())
+        return parse_policy(text, version=version)
+
+    monkeypatch.setattr("placement.service.stores.parse_policy", parse)
+    monkeypatch.setattr("placement.policy.book.parse_policy", parse)
+    assert await policies.put("acme", ONE, None) == 1
+    assert policies.book.lookup("acme").version == 1
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 class Counter:
@@ -260,11 +278,11 @@ async def test_following_goes_on_after_an_error(
     store: Any = policies if follower == "policies" else tenants
     real, failed = store._use, asyncio.Event()
 
-    def broken_once(values: object) -> None:
+    def broken_once(values: object) -> Any:
         if not failed.is_set():
             failed.set()
             raise TypeError("a bug")
-        real(values)
+        return real(values)
 
     monkeypatch.setattr(store, "_use", broken_once)
     await registry.put(POLICY_PREFIX + "acme", StoredPolicy(tenant="acme", yaml=ONE, version=1).to_json())
