@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2
 
 from edge_node.agent.kvtc_artifacts import FOLDER, ArtifactKeeper
 from edge_node.agent.site_config import SiteConfig
+from edge_node.agent.telemetry import TelemetrySampler
 from edge_node.agent.world import EdgeWorld
 from edge_node.engine.engine import EdgeEngine
 from edge_node.engine.settings import EdgeEngineSettings
@@ -54,9 +55,11 @@ from mesh.rpc.uplink.backoff import FullJitter
 from mesh.rpc.uplink.types import AgentFacts
 from mesh.settings import EdgeSettings
 from mesh.systemd import told_ready
+from mesh.telemetry.history import FOLDER as TELEMETRY_FOLDER
 from mesh.telemetry.log import configure_log, get_logger
 from mesh.telemetry.mesh_metrics import UplinkCollector
 from mesh.telemetry.metrics import Metrics
+from mesh.telemetry.spool import TelemetrySpool
 from mesh.v1 import admin_pb2, uplink_pb2
 from placement.decide.settings import DecideSettings
 from placement.entry.decisions import FrontDoorDeps
@@ -170,16 +173,22 @@ async def serve(settings: EdgeSettings) -> None:
         await http.start()
         stack.push_async_callback(http.close)
 
+        spool = await asyncio.to_thread(TelemetrySpool, settings.state_folder / TELEMETRY_FOLDER)
+        sampler = TelemetrySampler(
+            spool, load=lambda: load.latest, totals=lambda: metrics.totals, connected=lambda: uplink.state.connected
+        )
         uplink = _uplink(
             settings,
             credentials,
             _SiteHost(host, own, door),
             models,
-            _Pushes(site, world, door, WitnessDesk(audit, credentials.ca_pem), attendant, requests),
+            _Pushes(site, world, door, WitnessDesk(audit, credentials.ca_pem), attendant, requests, sampler),
         )
         metrics.watch(UplinkCollector(lambda: uplink.state, time.monotonic))
         await uplink.start()
         stack.push_async_callback(uplink.stop)
+        sampler.start()
+        stack.push_async_callback(sampler.close)
 
         def tell_models(changed: tuple[ModelFacts, ...]) -> None:
             world.set_models(changed)
@@ -257,7 +266,9 @@ class _Pushes:
         desk: WitnessDesk,
         attendant: RelayAttendant,
         requests: _OwnRequests,
+        sampler: TelemetrySampler,
     ) -> None:
+        self._sampler = sampler
         self._requests = requests
         self._site = site
         self._world = world
@@ -279,6 +290,9 @@ class _Pushes:
         if kind == "attend":
             self._attendant.attend(command.attend.ticket)
             return uplink_pb2.CommandResult(command_id=command.command_id)
+        if kind == "telemetry":
+            samples = await self._sampler.answer(command.telemetry)
+            return uplink_pb2.CommandResult(command_id=command.command_id, telemetry=samples)
         if kind == "list_requests":
             running = await self._requests.list_requests()
             return uplink_pb2.CommandResult(command_id=command.command_id, requests=running)
