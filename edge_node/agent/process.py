@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2
 
 from edge_node.agent.kvtc_artifacts import FOLDER, ArtifactKeeper
 from edge_node.agent.site_config import SiteConfig
+from edge_node.agent.telemetry import TelemetrySampler
 from edge_node.agent.world import EdgeWorld
 from edge_node.engine.engine import EdgeEngine
 from edge_node.engine.settings import EdgeEngineSettings
@@ -57,9 +58,11 @@ from mesh.rpc.uplink.backoff import FullJitter
 from mesh.rpc.uplink.types import AgentFacts
 from mesh.settings import EdgeSettings
 from mesh.systemd import told_ready
+from mesh.telemetry.history import FOLDER as TELEMETRY_FOLDER
 from mesh.telemetry.log import configure_log, get_logger
 from mesh.telemetry.mesh_metrics import UplinkCollector
 from mesh.telemetry.metrics import Metrics
+from mesh.telemetry.spool import TelemetrySpool
 from mesh.telemetry.traces import configure_traces
 from mesh.v1 import admin_pb2, uplink_pb2
 from placement.decide.settings import DecideSettings
@@ -174,18 +177,27 @@ async def serve(settings: EdgeSettings) -> None:
         await http.start()
         stack.push_async_callback(http.close)
 
-        site_host, desk = _SiteHost(host, own, door), WitnessDesk(audit, credentials.ca_pem)
+        spool = await asyncio.to_thread(TelemetrySpool, settings.state_folder / TELEMETRY_FOLDER)
         uplinks: list[UplinkAgent] = []
+        sampler = TelemetrySampler(
+            spool,
+            load=lambda: load.latest,
+            totals=lambda: metrics.totals,
+            connected=lambda: any(uplink.state.connected for uplink in uplinks),
+        )
+        site_host, desk = _SiteHost(host, own, door), WitnessDesk(audit, credentials.ca_pem)
         for peer in (placement, *settings.more_placements):
             dial = partial(node_channel, str(peer.address), credentials, peer.node_id)
             attendant = RelayAttendant(host, guard, identity, credentials.ca_pem, dial, relay=peer.node_id)
             stack.push_async_callback(attendant.close)
-            pushes = _Pushes(site, world, door, desk, attendant, requests, _is_second(tuple(uplinks)))
+            pushes = _Pushes(site, world, door, desk, attendant, requests, sampler, _is_second(tuple(uplinks)))
             uplinks.append(_uplink(settings, dial, site_host, models, pushes))
         metrics.watch(UplinkCollector(lambda: uplinks[0].state, time.monotonic))
         for uplink in uplinks:
             await uplink.start()
             stack.push_async_callback(uplink.stop)
+        sampler.start()
+        stack.push_async_callback(sampler.close)
 
         def tell_models(changed: tuple[ModelFacts, ...]) -> None:
             world.set_models(changed)
@@ -264,9 +276,11 @@ class _Pushes:
         desk: WitnessDesk,
         attendant: RelayAttendant,
         requests: _OwnRequests,
+        sampler: TelemetrySampler,
         is_second: Callable[[], bool] = lambda: False,
     ) -> None:
         self._is_second = is_second
+        self._sampler = sampler
         self._requests = requests
         self._site = site
         self._world = world
@@ -290,6 +304,9 @@ class _Pushes:
         if kind == "attend":
             self._attendant.attend(command.attend.ticket)
             return uplink_pb2.CommandResult(command_id=command.command_id)
+        if kind == "telemetry":
+            samples = await self._sampler.answer(command.telemetry)
+            return uplink_pb2.CommandResult(command_id=command.command_id, telemetry=samples)
         if kind == "list_requests":
             running = await self._requests.list_requests()
             return uplink_pb2.CommandResult(command_id=command.command_id, requests=running)

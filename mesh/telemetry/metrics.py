@@ -7,6 +7,7 @@ read when Prometheus asks, not counted a second time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 
 from prometheus_client import (
@@ -60,11 +61,21 @@ class MoveCause(Enum):
     FALLBACK = "fallback"
 
 
+@dataclass(slots=True)
+class RequestTotals:
+    """Ended requests since the process began."""
+
+    ok: int = 0
+    failed: int = 0
+    generated_tokens: int = 0
+
+
 class Metrics:
     """The metrics of one process and their text form."""
 
     def __init__(self, *, node_id: str, role: str) -> None:
         self.registry = CollectorRegistry()
+        self.totals = RequestTotals()
         ProcessCollector(registry=self.registry)
         self.registry.register(_Info(node_id=node_id, role=role))
         self._requests = Counter(
@@ -101,6 +112,9 @@ class Metrics:
     ) -> None:
         """Count a request once, at its end. `outcome`: OK or the reason word of the error."""
         self._requests.labels(_reason(outcome), shape.value).inc()
+        self.totals.ok += outcome == "OK"
+        self.totals.failed += outcome != "OK"
+        self.totals.generated_tokens += generated_tokens
         for kind, count in (("prompt", prompt_tokens), ("cached", cached_tokens), ("generated", generated_tokens)):
             self._tokens.labels(kind).inc(count)
         if ttft_s is not None:

@@ -183,12 +183,13 @@ class TenantSalt(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("command_id", "migrate", "witness", "attend", "list_requests", "tenant", "target")
+    __slots__ = ("command_id", "migrate", "witness", "attend", "list_requests", "telemetry", "tenant", "target")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
     WITNESS_FIELD_NUMBER: _ClassVar[int]
     ATTEND_FIELD_NUMBER: _ClassVar[int]
     LIST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     command_id: int
@@ -196,9 +197,10 @@ class Command(_message.Message):
     witness: WitnessRequest
     attend: RelayAttend
     list_requests: _admin_pb2.ListRequestsRequest
+    telemetry: TelemetryRequest
     tenant: str
     target: _admin_pb2.NodeView
-    def __init__(self, command_id: _Optional[int] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateRequest, _Mapping]] = ..., witness: _Optional[_Union[WitnessRequest, _Mapping]] = ..., attend: _Optional[_Union[RelayAttend, _Mapping]] = ..., list_requests: _Optional[_Union[_admin_pb2.ListRequestsRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., target: _Optional[_Union[_admin_pb2.NodeView, _Mapping]] = ...) -> None: ...
+    def __init__(self, command_id: _Optional[int] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateRequest, _Mapping]] = ..., witness: _Optional[_Union[WitnessRequest, _Mapping]] = ..., attend: _Optional[_Union[RelayAttend, _Mapping]] = ..., list_requests: _Optional[_Union[_admin_pb2.ListRequestsRequest, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., target: _Optional[_Union[_admin_pb2.NodeView, _Mapping]] = ...) -> None: ...
 
 class RelayAttend(_message.Message):
     __slots__ = ("ticket",)
@@ -207,7 +209,7 @@ class RelayAttend(_message.Message):
     def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("command_id", "error_reason", "error_message", "migrate", "witness", "error_details", "requests")
+    __slots__ = ("command_id", "error_reason", "error_message", "migrate", "witness", "error_details", "requests", "telemetry")
     class ErrorDetailsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +224,7 @@ class CommandResult(_message.Message):
     WITNESS_FIELD_NUMBER: _ClassVar[int]
     ERROR_DETAILS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TELEMETRY_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     error_reason: str
     error_message: str
@@ -229,7 +232,8 @@ class CommandResult(_message.Message):
     witness: WitnessResponse
     error_details: _containers.ScalarMap[str, str]
     requests: _admin_pb2.ListRequestsResponse
-    def __init__(self, command_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateResponse, _Mapping]] = ..., witness: _Optional[_Union[WitnessResponse, _Mapping]] = ..., error_details: _Optional[_Mapping[str, str]] = ..., requests: _Optional[_Union[_admin_pb2.ListRequestsResponse, _Mapping]] = ...) -> None: ...
+    telemetry: TelemetryResponse
+    def __init__(self, command_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateResponse, _Mapping]] = ..., witness: _Optional[_Union[WitnessResponse, _Mapping]] = ..., error_details: _Optional[_Mapping[str, str]] = ..., requests: _Optional[_Union[_admin_pb2.ListRequestsResponse, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryResponse, _Mapping]] = ...) -> None: ...
 
 class WitnessRequest(_message.Message):
     __slots__ = ("head", "kept_chain", "kept_seq")
@@ -246,3 +250,41 @@ class WitnessResponse(_message.Message):
     HEAD_FIELD_NUMBER: _ClassVar[int]
     head: _common_pb2.SignedRecord
     def __init__(self, head: _Optional[_Union[_common_pb2.SignedRecord, _Mapping]] = ...) -> None: ...
+
+class TelemetryRequest(_message.Message):
+    __slots__ = ("kept_spool", "kept_sequence", "most_samples")
+    KEPT_SPOOL_FIELD_NUMBER: _ClassVar[int]
+    KEPT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    MOST_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    kept_spool: str
+    kept_sequence: int
+    most_samples: int
+    def __init__(self, kept_spool: _Optional[str] = ..., kept_sequence: _Optional[int] = ..., most_samples: _Optional[int] = ...) -> None: ...
+
+class TelemetryResponse(_message.Message):
+    __slots__ = ("spool", "samples", "dropped_total")
+    SPOOL_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    spool: str
+    samples: _containers.RepeatedCompositeFieldContainer[TelemetrySample]
+    dropped_total: int
+    def __init__(self, spool: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[TelemetrySample, _Mapping]]] = ..., dropped_total: _Optional[int] = ...) -> None: ...
+
+class TelemetrySample(_message.Message):
+    __slots__ = ("sequence", "unix_s", "connected", "load", "requests_ok_total", "requests_failed_total", "generated_tokens_total")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_OK_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FAILED_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    unix_s: float
+    connected: bool
+    load: _node_pb2.NodeLoad
+    requests_ok_total: int
+    requests_failed_total: int
+    generated_tokens_total: int
+    def __init__(self, sequence: _Optional[int] = ..., unix_s: _Optional[float] = ..., connected: _Optional[bool] = ..., load: _Optional[_Union[_node_pb2.NodeLoad, _Mapping]] = ..., requests_ok_total: _Optional[int] = ..., requests_failed_total: _Optional[int] = ..., generated_tokens_total: _Optional[int] = ...) -> None: ...

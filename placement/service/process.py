@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -38,6 +39,8 @@ from mesh.rpc.server import health_server, node_server
 from mesh.rpc.uplink.hub import UplinkHub
 from mesh.settings import Bootstrap, PlacementSettings, RegistryKind
 from mesh.systemd import told_ready
+from mesh.telemetry.history import FOLDER as TELEMETRY_FOLDER
+from mesh.telemetry.history import TelemetryHistory
 from mesh.telemetry.log import configure_log, get_logger
 from mesh.telemetry.mesh_metrics import MeshCollector
 from mesh.telemetry.metrics import Metrics
@@ -59,6 +62,7 @@ from placement.entry.front_door import FrontDoor
 from placement.entry.gateway import EntryGateway
 from placement.entry.in_flight import InFlight
 from placement.entry.intake import ServedModel, served_model
+from placement.entry.mesh_view import NodeFacts
 from placement.entry.public import http_listener, public_listener
 from placement.entry.relocator import Relocator
 from placement.entry.request_view import running_requests
@@ -73,6 +77,7 @@ from placement.service.siblings import Siblings
 from placement.service.siblings_servicer import SiblingServicer
 from placement.service.site_config import SiteConfigSource
 from placement.service.stores import PolicyStore, TenantStore
+from placement.service.telemetry import TelemetryCollector
 from placement.service.witnesses import Circle, Witnesses, admin_recorder
 
 log = get_logger(__name__)
@@ -159,7 +164,7 @@ async def serve(settings: PlacementSettings) -> None:
             credentials,
             door=door,
             source=state,
-            mover=_Mover(door, hub, state, place),
+            mover=_Mover(door, hub, state.view_of, place, state.nodes),
             directory=lambda: tenants.directory,
             more_services=("mesh.v1.Policies", "mesh.v1.Tenants"),
             roles=state,
@@ -195,6 +200,10 @@ async def serve(settings: PlacementSettings) -> None:
         witnesses = Witnesses(audit, Circle(hub, lambda: (*state.dialled(), *siblings.up())), credentials.ca_pem)
         witnesses.start()
         stack.push_async_callback(witnesses.close)
+        history = await asyncio.to_thread(TelemetryHistory, settings.state_folder / TELEMETRY_FOLDER)
+        telemetry = TelemetryCollector(hub, history)
+        telemetry.start()
+        stack.push_async_callback(telemetry.close)
         stack.callback(hub.close)  # before the servers stop: agents are told, instead of cut off
         gateway = EntryGateway(door, lambda: tenants.directory, metrics)
         http = http_listener(create_app(gateway), settings.listeners.http, settings.identity.folder)
@@ -224,14 +233,15 @@ class _Mover:
         self,
         door: FrontDoor,
         hub: UplinkHub,
-        state: MeshState,
+        view_of: Callable[[str], admin_pb2.NodeView | None],
         place: Place,
+        nodes: Callable[[], tuple[NodeFacts, ...]] = tuple,
     ) -> None:
         self._door = door
         self._hub = hub
-        self._state = state
-        self._view_of = state.view_of
+        self._view_of = view_of
         self._place = place
+        self._nodes = nodes
 
     async def migrate(self, principal: Principal, request: admin_pb2.MigrateRequest) -> admin_pb2.MigrateResponse:
         entry, _, _ = request.request_id.partition(":")
@@ -247,7 +257,7 @@ class _Mover:
         return result.migrate
 
     async def list_requests(self) -> admin_pb2.ListRequestsResponse:
-        own = running_requests(self._door, self._place.node_id, self._state.nodes())
+        own = running_requests(self._door, self._place.node_id, self._nodes())
         response = await requests_of_sites(self._hub)
         return admin_pb2.ListRequestsResponse(
             requests=[*own, *response.requests], silent_entry_node_ids=response.silent_entry_node_ids

@@ -38,7 +38,7 @@ async def pushes(tmp_path: Path) -> _Pushes:
     attendant = Attendant()
     file = SiteConfig(tmp_path / "site_config.bin")
     requests = _OwnRequests(mesh.door, world, "paris")
-    made = _Pushes(file, world, mesh.door, UNASKED, attendant, requests)  # type: ignore[arg-type]
+    made = _Pushes(file, world, mesh.door, UNASKED, attendant, requests, UNASKED)  # type: ignore[arg-type]
     made.mesh, made.attendant = mesh, attendant  # type: ignore[attr-defined]
     return made
 
@@ -111,3 +111,13 @@ async def test_the_node_drains_as_soon_as_its_entry_does() -> None:
     assert site_host.draining
     assert not host.draining  # what is on its way is still taken
     assert (await site_host.load()).running == 0
+
+
+async def test_placement_is_told_the_requests_that_run_here(pushes: _Pushes) -> None:
+    mesh: MemoryMesh = pushes.mesh  # type: ignore[attr-defined]
+    async with asking(mesh.door, request_of(shape=1, max_tokens=300), tokens=3) as (answer, task):
+        command = uplink_pb2.Command(command_id=5, list_requests=admin_pb2.ListRequestsRequest())
+        (told,) = (await pushes.command(command)).requests.requests
+        assert (told.request_id, told.entry_node_id, told.node_id) == (answer.request_id, "paris", "paris")
+        await task
+    await mesh.close()

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from mesh.errors import MeshError, NodeUnreachable, NotFound
+from mesh.errors import MeshError, NodeUnreachable, NotFound, NotImplementedHere
 from mesh.identity.principal import AccessRole, Principal
 from mesh.identity.tenants import issue_key, new_tenant
 from mesh.rpc.uplink.hub import UplinkHub
@@ -132,3 +132,22 @@ async def test_other_requests_are_looked_for_here(request_id: str) -> None:
     with pytest.raises(MeshError) as caught:
         await mover.migrate(OPERATOR, admin_pb2.MigrateRequest(request_id=request_id, tier="core"))
     assert isinstance(caught.value, NotFound)
+
+
+async def test_requests_of_attached_sites_are_listed_and_silent_ones_named(uplinks: Mesh) -> None:
+    old, site = await uplinks.attach("edge-0"), await uplinks.attach("edge-1")
+
+    async def tell(command: uplink_pb2.Command) -> uplink_pb2.CommandResult:
+        assert command.WhichOneof("command") == "list_requests"
+        # A site speaks for itself only: the second is not its own.
+        named = [admin_pb2.RunningRequest(request_id=f"{name}:1", entry_node_id=name) for name in ("edge-1", "edge-7")]
+        return uplink_pb2.CommandResult(requests=admin_pb2.ListRequestsResponse(requests=named))
+
+    async def refuse(command: uplink_pb2.Command) -> uplink_pb2.CommandResult:
+        raise NotImplementedHere("this agent does not know the command: it is of an older version")
+
+    old.on_command, site.on_command = refuse, tell
+    mover = _Mover(MemoryMesh(entry="placement-1").door, uplinks.hub, lambda node_id: None, place_of("placement-1"))
+    listed = await mover.list_requests()
+    assert [r.request_id for r in listed.requests] == ["edge-1:1"]
+    assert list(listed.silent_entry_node_ids) == ["edge-0"]
