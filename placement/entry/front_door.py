@@ -12,6 +12,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 
 from mesh.errors import Draining, InvalidRequest, MeshError, NotFound, Overloaded
 from mesh.identity.principal import AccessRole, Principal
@@ -35,6 +36,7 @@ log = get_logger(__name__)
 MAX_OPEN_REQUESTS = 512
 MAX_ALONE_PER_TENANT = 16
 """Requests that go on for clients who are away; one more ends the one whose client left first."""
+_LEAST_DEADLINE_S = 0.001
 _GRACE_S = 30.0  # a request with an idempotency key goes on this long without a client
 
 
@@ -103,6 +105,7 @@ class FrontDoor:
             policy = self._deps.policies().lookup(principal.tenant).policy
             self._admission.count(principal.tenant, policy)
             accepted = await self._decisions.accept(principal, request)
+            since_s = time.monotonic()
             admitted = await self._admission.enter(
                 principal.tenant,
                 policy,
@@ -110,6 +113,7 @@ class FrontDoor:
                 max_tokens=accepted.sampling.max_tokens,
                 deadline_s=accepted.placement.deadline_s,
             )
+            accepted = _after_waiting(accepted, time.monotonic() - since_s)
             return await self._run(request_id, accepted, admitted, request)
         except MeshError as error:
             self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
@@ -314,6 +318,15 @@ class FrontDoor:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+
+
+def _after_waiting(accepted: Accepted, waited_s: float) -> Accepted:
+    """The request with what is left of its deadline."""
+    deadline_s = accepted.placement.deadline_s
+    if deadline_s is None:
+        return accepted
+    left_s = max(_LEAST_DEADLINE_S, deadline_s - waited_s)
+    return replace(accepted, placement=replace(accepted.placement, deadline_s=left_s))
 
 
 def _scope(principal: Principal) -> str | None:
