@@ -12,6 +12,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from mesh.errors import Draining, InvalidRequest, MeshError, NodeUnreachable, NotFound, Overloaded
@@ -41,6 +42,7 @@ log = get_logger(__name__)
 MAX_OPEN_REQUESTS = 512
 MAX_ALONE_PER_TENANT = 16
 """Requests that go on for clients who are away; one more ends the one whose client left first."""
+_LEAST_DEADLINE_S = 0.001
 _GRACE_S = 30.0  # a request with an idempotency key goes on this long without a client
 
 
@@ -119,6 +121,7 @@ class FrontDoor:
             with span("intake", parent=root.traceparent) as intake:
                 accepted = await self._decisions.accept(principal, request)
                 intake.set(prompt_tokens=len(accepted.token_ids), raised=len(accepted.raised.findings))
+            since_s = time.monotonic()
             admitted = await self._admission.enter(
                 principal.tenant,
                 policy,
@@ -126,6 +129,7 @@ class FrontDoor:
                 max_tokens=accepted.sampling.max_tokens,
                 deadline_s=accepted.placement.deadline_s,
             )
+            accepted = _after_waiting(accepted, time.monotonic() - since_s)
             return await self._run(request_id, accepted, admitted, request, root)
         except MeshError as error:
             root.end(error)
@@ -464,6 +468,15 @@ class FrontDoor:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+
+
+def _after_waiting(accepted: Accepted, waited_s: float) -> Accepted:
+    """The request with what is left of its deadline."""
+    deadline_s = accepted.placement.deadline_s
+    if deadline_s is None:
+        return accepted
+    left_s = max(_LEAST_DEADLINE_S, deadline_s - waited_s)
+    return replace(accepted, placement=replace(accepted.placement, deadline_s=left_s))
 
 
 def _scope(principal: Principal) -> str | None:

@@ -21,7 +21,12 @@ WORDS = [f"w{i} " for i in range(8)]
 def answer() -> list[inference_pb2.GenerateResponse | int]:
     """Token indices stand for tokens; a migration in the middle and held-back text at the end."""
     decision = inference_pb2.Decision(
-        request_id="n:1", label="internal", policy_version=2, prompt_tokens=3, model="tiny"
+        request_id="n:1",
+        label="internal",
+        policy_version=2,
+        prompt_tokens=3,
+        model="tiny",
+        continuation="kmc1.next",
     )
     decision.plan.shape = inference_pb2.PLAN_SHAPE_SPLIT
     decision.plan.legs.add(kind="prefill", node_id="core-0", site="cloud")

@@ -261,12 +261,20 @@ def test_a_prompt_of_token_ids(prompt: Any) -> None:
         ("hi", {"stop": [1]}, "stop"),
         ("hi", {"shape": "spilt"}, "shape"),
         ("hi", {"labels": "x"}, "labels"),
+        ("hi", {"attributes": {"team": 1}}, "attributes"),
+        ("hi", {"attributes": {1: "team"}}, "attributes"),
+        ("hi", {"continues": 1}, "continues"),
     ],
 )
 def test_bad_values_are_refused_by_name(prompt: Any, options: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         generate_request(prompt, options)
     assert caught.value.details["field"] == field
+
+
+def test_attributes_and_a_conversation_go_along() -> None:
+    request = generate_request("hi", {"attributes": {"team": "x"}, "continues": "kmc1.abc"})
+    assert (dict(request.attributes), request.continues) == ({"team": "x"}, "kmc1.abc")
 
 
 def test_one_stop_string_may_be_given_bare() -> None:

@@ -120,6 +120,17 @@ def test_chat_keeps_the_conversation(app: typer.Typer, mesh: Mesh) -> None:
     ]
 
 
+def test_chat_keeps_the_label_of_the_conversation(app: typer.Typer, mesh: Mesh) -> None:
+    _run(app, mesh, "chat", stdin="one\ntwo\n/new\nthree\n")
+    assert [r.continues for r in mesh.entry.requests] == ["", "kmc1.next", ""]
+
+
+def test_attributes_of_a_request(app: typer.Typer, mesh: Mesh) -> None:
+    _run(app, mesh, "generate", "hi", "--attribute", "team=x=y", "--attribute", "empty=", "--continues", "kmc1.abc")
+    request = mesh.entry.requests[-1]
+    assert (dict(request.attributes), request.continues) == ({"team": "x=y", "empty": ""}, "kmc1.abc")
+
+
 def test_chat_goes_on_after_an_error(app: typer.Typer, mesh: Mesh) -> None:
     mesh.entry.errors = {0: Overloaded("no room now")}
     result = _run(app, mesh, "chat", stdin="one\n")

@@ -68,8 +68,11 @@ def test_the_extension() -> None:
             "latency": {"ttft_s": 0.5, "deadline_s": 10},
             "idempotency_key": "k",
             "resume_offset_tokens": 4,
+            "attributes": {"team": "x"},
+            "continues": "kmc1.abc",
         }
     )
+    assert (dict(request.attributes), request.continues) == ({"team": "x"}, "kmc1.abc")
     assert (request.label, request.idempotency_key, request.resume_offset_tokens) == ("internal", "k", 4)
     assert request.placement.shape == inference_pb2.PLAN_SHAPE_SPLIT
     assert (request.placement.node_id, request.placement.site) == ("n", "osaka")

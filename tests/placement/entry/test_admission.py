@@ -13,9 +13,12 @@ import pytest
 from mesh.errors import InvalidRequest, MeshError, NoNodeNow, Overloaded, PolicyDenied
 from mesh.v1 import common_pb2 as common
 from mesh.v1 import inference_pb2 as pb
+from placement.decide.types import Plan
 from placement.entry import continuation
 from placement.entry.fair_queue import Ticket
 from placement.entry.gate import Gate, window_of
+from placement.entry.intake import Accepted
+from placement.entry.orders import Work
 from placement.policy.book import PolicyBook
 from tests.fakes.mesh import POLICY, TENANT, MemoryMesh, ask, principal, request_of, sample_of, toy_model, until
 from tests.placement.entry.conftest import MakeMesh
@@ -245,3 +248,25 @@ async def test_who_waits_too_long_is_told_and_leaves_no_trace() -> None:
     assert gate.waiting == 0
     gate.leave()
     await gate.enter(ticket(), max_wait_s=5.0)
+
+
+async def test_waiting_is_part_of_the_deadline(make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = make_mesh("core-1", entry="core-1")
+    seen = list[float | None]()
+    real = mesh.door._decisions.work
+
+    def work(request_id: str, accepted: Accepted, plan: Plan) -> Work:
+        seen.append(accepted.placement.deadline_s)
+        return real(request_id, accepted, plan)
+
+    async def waits(*args: object, **kwargs: object) -> None:
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(mesh.door._decisions, "work", work)
+    monkeypatch.setattr(mesh.door._admission._gate, "enter", waits)
+    monkeypatch.setattr(mesh.door._admission._gate, "leave", lambda: None)
+    await ask(mesh.door, request_of(deadline_s=600.0))
+    await ask(mesh.door, request_of())
+    assert seen[0] is not None
+    assert 0.0 < seen[0] <= 600.0 - 0.05
+    assert seen[1] is None
