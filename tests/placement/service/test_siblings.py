@@ -13,6 +13,7 @@ from mesh.errors import Draining, InvalidRequest, NodeUnreachable, NotFound
 from mesh.identity.place import Place
 from mesh.node.port import Peer
 from mesh.rpc.errors import ErrorInterceptor
+from mesh.telemetry.metrics import Metrics
 from mesh.v1 import inference_pb2 as pb
 from mesh.v1 import sibling_pb2, sibling_pb2_grpc
 from placement.entry import front_door as front_door_module
@@ -65,7 +66,9 @@ class Service:
 async def service(mesh: MemoryMesh, place: Place, caller: Place) -> Service:
     in_flight = InFlight()
     siblings = Siblings(lambda peer: grpc.aio.insecure_channel(peer.address), in_flight)
-    door = FrontDoor(replace(mesh.deps, signer=FakeSigner(place), copier=siblings, in_flight=in_flight))
+    metrics = Metrics(node_id=place.node_id, role="placement")
+    deps = replace(mesh.deps, signer=FakeSigner(place), copier=siblings, in_flight=in_flight, metrics=metrics)
+    door = FrontDoor(deps)
     siblings.on_followed = door.followed_elsewhere
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     servicer = SiblingServicer(door, siblings, in_flight, lambda context: caller)
