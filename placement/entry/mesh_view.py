@@ -19,6 +19,7 @@ from mesh.identity.place import Place, Role, Tier
 from mesh.kv.codec_profile import CodecProfile
 from mesh.node.engine import EngineInfo, EngineLoad
 from mesh.node.serving_role import ServingRole, serving_role
+from mesh.node.wire import MAX_CONTEXT_TOKENS, curve_from_wire, fit_to_wire
 from mesh.v1 import admin_pb2 as admin
 from placement.decide.types import Snapshot
 from placement.entry.codec_facts import codec_table, codecs_from_wire, codecs_to_wire
@@ -227,6 +228,7 @@ def _node_to_wire(node: NodeFacts) -> admin.NodeView:
         role=node.role.value,
         prefill_token_s=node.load.prefill_token_s,
         prefill_growth_s=node.load.prefill_growth_s,
+        fit=fit_to_wire(node.load),
     )
 
 
@@ -268,6 +270,10 @@ def _node_from_wire(view: admin.NodeView, mesh: str) -> NodeFacts | None:
             decode_tokens_per_s=view.decode_tokens_per_s,
             prefill_token_s=view.prefill_token_s,
             prefill_growth_s=view.prefill_growth_s,
+            curve=curve_from_wire(view.fit),
+            context_tokens=min(view.fit.context_tokens, MAX_CONTEXT_TOKENS),
+            step_tokens=view.fit.step_tokens,
+            most_running=view.fit.most_running,
         ),
         draining=view.draining,
         age_s=view.age_s,
