@@ -174,9 +174,7 @@ class EngineCore:
         decoding = [run for run, n_tokens in work if n_tokens == 1 and run.prefilled]
         self._latency.saw_step(
             prefill_tokens=prefill,
-            prefill_attention=sum(
-                n * run.computed + n * (n + 1) / 2 for run, n in work if n > 1 or not run.prefilled
-            ),
+            prefill_attention=sum(n * run.computed + n * (n + 1) / 2 for run, n in work if n > 1 or not run.prefilled),
             decode_rows=len(decoding),
             decode_context=sum(run.computed + 1 for run in decoding),
             duration_s=seconds,

@@ -25,7 +25,7 @@ _FAR = 3.0  # times the usual error: from here on a step counts for less
 _LEAST_ERROR_RATIO = 0.02
 _ERROR_WEIGHT = 0.05  # of the newest step in the usual error
 _STREAK_STEPS = 8  # far steps on one side in a row that mean another engine
-_KEPT_AFTER_STREAK = 0.05
+_KEPT_AFTER_STREAK = 0.002  # of the weight of the past: steps that were faster weigh more, by the square
 _LONGEST_STEP_S = 3600.0
 _SUBSETS = tuple(s for size in (3, 2, 1) for s in combinations(range(3), size))
 
@@ -178,7 +178,7 @@ class _Fit:
         usual = max(self._error_ratio, _LEAST_ERROR_RATIO)
         far = size > _FAR * usual and not larger  # of a step larger than all before it, a prediction says little
         weight = max(_ERROR_WEIGHT, 1.0 / self._count)
-        self._error_ratio += weight * (min(size, 2 * _FAR * usual) - self._error_ratio)
+        self._error_ratio += weight * (min(size, _FAR * usual) - self._error_ratio)
         side = 1 if error > 0 else -1
         self._streak = (self._streak if self._streak * side > 0 else 0) + side if far else 0
         if abs(self._streak) >= _STREAK_STEPS:

@@ -9,12 +9,10 @@ arXiv 2401.09670). How much a node's own decoding is slowed now is in its measur
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from mesh.node.serving_role import MOST_PREFILL_AT_DECODE_TOKENS
-from placement.decide.scores import NodeTimes, Predicted, link_between, with_cost
+from placement.decide.scores import NodeTimes, Predicted, link_between
 from placement.decide.settings import DecideSettings
 from placement.decide.types import BoolArray, FloatArray, IntArray, PlacementRequest, Snapshot
 
@@ -45,21 +43,6 @@ def _apart(snapshot: Snapshot, first: IntArray, then: IntArray) -> BoolArray:
     return apart
 
 
-def interference_s(snapshot: Snapshot, times: NodeTimes, settings: DecideSettings) -> FloatArray:
-    """What the prefill of this request costs those who decode at the same node, shape [n_nodes]; 0 in a mesh where
-    every core node does both, since it would be the same everywhere."""
-    both = snapshot.prefills & snapshot.decodes
-    if both.all():
-        return np.zeros(snapshot.n_nodes)
-    slowed = np.where(both & ~snapshot.tier_edge, snapshot.running, 0)
-    return settings.interference_ratio * slowed * times.prefill_s
-
-
-def with_harm(predicted: Predicted, harm_s: FloatArray) -> Predicted:
-    """The prediction with what it costs others in its cost. Its times are its own."""
-    return replace(predicted, cost_s=predicted.cost_s + harm_s)
-
-
 def score_disaggregated(
     snapshot: Snapshot,
     times: NodeTimes,
@@ -79,7 +62,8 @@ def score_disaggregated(
     decode_s = request.expected_tokens * times.token_s[d]
     total_s = np.where(_apart(snapshot, prefill, decode), ttft_s + decode_s - times.token_s[d], np.inf)
     price = times.prefill_price[p] * times.prefill_s[p] + times.decode_price[d] * decode_s
-    return with_cost(ttft_s, total_s, price, request, settings)
+    ttft_s = np.broadcast_to(ttft_s, total_s.shape)
+    return Predicted(ttft_s=ttft_s, total_s=total_s, price_s=price, prefill=p, decode=d)
 
 
 def _link(

@@ -28,7 +28,7 @@ from placement.decide.types import PlacementRequest, Plan, PlanShape, Refusal, S
 from placement.detect.guard import Guard
 from placement.entry import continuation
 from placement.entry.intake import Accepted, ServedModel, Terms, accept
-from placement.entry.learned import CodecSavings, PrefixMemory, cached_column
+from placement.entry.learned import CodecSavings, PrefixMemory
 from placement.entry.orders import Work, needs_relay
 from placement.entry.receipt import ReceiptKeeper, Signer
 from placement.entry.refusal import REFUSALS, refusal_error
@@ -36,6 +36,8 @@ from placement.entry.wire import decision_to_wire
 from placement.entry.world import World
 from placement.policy.book import PolicyBook
 from placement.policy.model import DataKind
+from placement.predict.in_flight import Placed
+from placement.predict.measured import Measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,7 @@ class Decisions:
         """`guest`: a node of another site that this entry may have been told of."""
         outcome = decide(
             self._snapshot(accepted, guest),
-            request,
+            self._with_hits(accepted, request),
             self._deps.policies().lookup(accepted.principal.tenant).policy,
             entry_site=self._own.site,
             now_s=time.monotonic(),
@@ -125,13 +127,20 @@ class Decisions:
         return outcome
 
     def _snapshot(self, accepted: Accepted, guest: str = "") -> Snapshot:
-        """The mesh now, with what this entry knows of the nodes' caches and of codecs."""
+        """The mesh now, with what this entry knows of codecs."""
         world = self._deps.world
         snapshot = world.snapshot_with(guest) if guest else world.snapshot()
-        tokens = self._prefixes.tokens(self._blocks(accepted, accepted.token_ids), time.monotonic())
         codecs = None if snapshot.codecs is None else self._savings.applied(snapshot.codecs)
-        cached = cached_column([place.node_id for place in snapshot.places], tokens)
-        return replace(snapshot, codecs=codecs, cached_tokens=cached)
+        return snapshot if codecs is None or codecs is snapshot.codecs else snapshot.with_codecs(codecs)
+
+    def _with_hits(self, accepted: Accepted, request: PlacementRequest) -> PlacementRequest:
+        """The request with what nodes are thought to have of its prompt; where the most is, its session was served."""
+        hits = self._prefixes.tokens(self._blocks(accepted, accepted.token_ids), time.monotonic())
+        if not hits:
+            return request
+        most = max(hits, key=lambda node_id: hits[node_id])
+        known = hits[most] * 2 >= request.prompt_tokens and list(hits.values()).count(hits[most]) == 1
+        return replace(request, cached=hits, session_node_id=most if known else "")
 
     def kv_at(self, node_id: str, accepted: Accepted, token_ids: tuple[int, ...]) -> None:
         """A leg ended at this node, which has KV of these tokens."""
@@ -140,6 +149,32 @@ class Decisions:
     def transfer(self, accepted: Accepted, report: KvReport) -> None:
         """KV was moved."""
         self._savings.saw(report, accepted.model.description.geometry.f16_bytes_per_token)
+
+    def placed(self, request_id: str, accepted: Accepted, plan: Plan) -> None:
+        """A request goes along this plan now: the next decision counts it before any node does."""
+        choice, now_s = plan.choice, time.monotonic()
+        tokens = max(accepted.placement.prompt_tokens - choice.cached_tokens, 0)
+        kv_tokens = accepted.placement.prompt_tokens
+        apart = choice.prefill != choice.decode
+        notes = self._deps.world.notes
+        first = Placed(runs=int(not apart), prefill_tokens=tokens, kv_tokens=kv_tokens)
+        notes.placed(choice.prefill.node_id, request_id, first, now_s)
+        if apart:
+            then = Placed(runs=1, prefill_tokens=0, kv_tokens=kv_tokens)
+            notes.placed(choice.decode.node_id, request_id, then, now_s)
+
+    def ended(self, request_id: str, plan: Plan, measured: Measured | None) -> None:
+        """A request ended; `measured` if it ran as planned and ended well."""
+        choice, notes = plan.choice, self._deps.world.notes
+        for node_id in {choice.prefill.node_id, choice.decode.node_id}:
+            notes.left(node_id, request_id)
+        if measured is None:
+            return
+        for kind, error_ratio in measured.errors(choice):
+            self._deps.metrics.predicted(kind, error_ratio)
+        if choice.prefill == choice.decode:
+            ttft_ratio, tpot_ratio = measured.ratios(choice)
+            notes.answered(choice.decode.node_id, ttft_ratio=ttft_ratio, tpot_ratio=tpot_ratio, now_s=time.monotonic())
 
     def _blocks(self, accepted: Accepted, token_ids: tuple[int, ...]) -> list[bytes]:
         try:

@@ -21,8 +21,9 @@ from mesh.node.engine import EngineInfo, EngineLoad
 from mesh.node.serving_role import ServingRole, serving_role
 from mesh.node.wire import MAX_CONTEXT_TOKENS, curve_from_wire, fit_to_wire
 from mesh.v1 import admin_pb2 as admin
-from placement.decide.types import Snapshot
+from placement.decide.types import FitColumns, Snapshot
 from placement.entry.codec_facts import codec_table, codecs_from_wire, codecs_to_wire
+from placement.predict.calibration import NEUTRAL, Scale
 
 
 class NodeState(Enum):
@@ -89,6 +90,7 @@ class NodeFacts:
     rtt_s: float | None = None
     goodput_bytes_per_s: float | None = None
     role: ServingRole = ServingRole.BOTH
+    scale: Scale = NEUTRAL  # what this entry found its answers to take over what was predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,23 @@ LIVE_COLUMNS: Mapping[str, Column] = {
 }
 """Columns that change while a node runs."""
 
+FIT_COLUMNS: Mapping[str, Column] = {
+    "prefill_base_s": Column(np.float64, lambda n: n.load.curve.prefill_base_s),
+    "prefill_token_s": Column(np.float64, lambda n: n.load.curve.prefill_token_s),
+    "prefill_growth_s": Column(np.float64, lambda n: n.load.curve.prefill_growth_s),
+    "decode_base_s": Column(np.float64, lambda n: n.load.curve.decode_base_s),
+    "decode_row_s": Column(np.float64, lambda n: n.load.curve.decode_row_s),
+    "decode_context_s": Column(np.float64, lambda n: n.load.curve.decode_context_s),
+    "error_ratio": Column(np.float64, lambda n: n.load.curve.error_ratio),
+    "context_tokens": Column(np.int64, lambda n: n.load.context_tokens),
+    "step_tokens": Column(np.int64, lambda n: n.load.step_tokens),
+    "most_running": Column(np.int64, lambda n: n.load.most_running),
+    "ttft_scale": Column(np.float64, lambda n: n.scale.ttft),
+    "tpot_scale": Column(np.float64, lambda n: n.scale.tpot),
+    "scale_error_ratio": Column(np.float64, lambda n: n.scale.error_ratio),
+}
+"""Columns of Snapshot.fit."""
+
 
 def build_snapshot(
     nodes: Sequence[NodeFacts], *, entry_node_id: str, version: int, made_s: float = math.nan
@@ -143,10 +162,7 @@ def build_snapshot(
     for i, node in enumerate(rows):
         for model in node.models:
             models[i, column[model.model_id]] = True
-    arrays: dict[str, Any] = {
-        name: np.array([column.of(n) for n in rows], dtype=column.dtype)
-        for name, column in (*STABLE_COLUMNS.items(), *LIVE_COLUMNS.items())
-    }
+    arrays = _arrays(rows, {**STABLE_COLUMNS, **LIVE_COLUMNS})
     return Snapshot(
         version=version,
         places=tuple(n.place for n in rows),
@@ -156,8 +172,13 @@ def build_snapshot(
         cached_tokens=np.zeros(len(rows), dtype=np.int64),
         codecs=codec_table([n.models for n in rows]),
         made_s=made_s,
+        fit=FitColumns(**_arrays(rows, FIT_COLUMNS)),
         **arrays,
     )
+
+
+def _arrays(rows: Sequence[NodeFacts], columns: Mapping[str, Column]) -> dict[str, Any]:
+    return {name: np.array([column.of(n) for n in rows], dtype=column.dtype) for name, column in columns.items()}
 
 
 def models_to_wire(models: Sequence[ModelFacts]) -> list[admin.NodeModel]:

@@ -7,15 +7,18 @@ without any work, since a snapshot knows when it was made. Pure: clock and facts
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from placement.decide.types import Snapshot
-from placement.entry.mesh_view import LIVE_COLUMNS, NodeFacts, build_snapshot
+from placement.decide.types import AnyArray, FitColumns, Snapshot
+from placement.entry.mesh_view import FIT_COLUMNS, LIVE_COLUMNS, Column, NodeFacts, build_snapshot
+from placement.entry.notes import Notes
 
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+_LIVE = {name: column for name, column in LIVE_COLUMNS.items() if name != "age_s"}
 ReadNode = Callable[[str], NodeFacts | None]
 """Facts of a node by id; None if it is not in the mesh any more."""
 
@@ -30,6 +33,11 @@ class SnapshotTable:
         self._stale: set[str] = set()
         self._snapshot: Snapshot | None = None
         self._row: dict[str, int] = {}
+        self.notes = Notes(self.stale)
+
+    def _noted(self, node_id: str, now_s: float) -> NodeFacts | None:
+        facts = self._read(node_id)
+        return None if facts is None else self.notes.applied(facts, now_s)
 
     def stale(self, node_id: str) -> None:
         """Something about this node changed, or it is new, or gone."""
@@ -40,7 +48,7 @@ class SnapshotTable:
         known = self._snapshot
         if known is not None and not self._stale and known.version == version:
             return known
-        changed = {node_id: self._read(node_id) for node_id in self._stale}
+        changed = {node_id: self._noted(node_id, now_s) for node_id in self._stale}
         self._stale.clear()
         if known is not None and all(self._is_same_node(node_id, facts) for node_id, facts in changed.items()):
             rows = {self._row[node_id]: facts for node_id, facts in changed.items() if facts is not None}
@@ -78,13 +86,29 @@ class SnapshotTable:
 
 
 def _patched(known: Snapshot, rows: dict[int, NodeFacts], *, version: int, now_s: float) -> Snapshot:
+    aged = known.age_s + (now_s - known.made_s)
+    facts: dict[str, Any] = {"version": version, "made_s": now_s, "age_s": aged}
+    if not rows:
+        return known.patched(_NO_ROWS, {}, **facts)
     at = np.fromiter(rows, dtype=np.int64, count=len(rows))
-    columns: dict[str, Any] = {"age_s": known.age_s + (now_s - known.made_s)}
-    for name, column in LIVE_COLUMNS.items():
-        new = np.array([column.of(facts) for facts in rows.values()], dtype=column.dtype)
-        old = columns.get(name, getattr(known, name))
-        if not np.array_equal(old[at], new):
-            patched = old.copy()
-            patched[at] = new
-            columns[name] = patched
-    return replace(known, version=version, made_s=now_s, **columns)
+    nodes = list(rows.values())
+    aged[at] = [node.age_s for node in nodes]
+    fit = {} if known.fit is None else _changes(known.fit, FIT_COLUMNS, rows, nodes)
+    return known.patched(at, _changes(known, _LIVE, rows, nodes), fit, **facts)
+
+
+def _changes(
+    owner: Snapshot | FitColumns, columns: Mapping[str, Column], rows: Iterable[int], nodes: list[NodeFacts]
+) -> dict[str, AnyArray]:
+    """New values of the columns that change at these rows."""
+    changes = {}
+    for name, column in columns.items():
+        new = [column.of(node) for node in nodes]
+        if _differ(getattr(owner, name), rows, new):
+            changes[name] = np.array(new, dtype=column.dtype)
+    return changes
+
+
+def _differ(old: AnyArray, rows: Iterable[int], new: list[float]) -> bool:
+    """Whether a column changes at these rows; not a number differs from itself, which costs a copy."""
+    return any(old[row] != value for row, value in zip(rows, new, strict=True))
