@@ -19,7 +19,7 @@ from mesh.errors import InvalidRequest
 from mesh.node.serving_role import ServingRole
 
 __all__ = [
-    "Address", "Bootstrap", "ConsulTlsFiles", "CoreEngine", "CoreListeners", "CoreSettings", "EdgeEngine",
+    "Address", "Bootstrap", "ConsulTlsFiles", "CoreEngine", "CoreListeners", "CoreSettings", "Decision", "EdgeEngine",
     "EdgeListeners", "EdgeSettings", "Group", "Identity", "Log", "LogFormat", "LogLevel", "ModelFile",
     "PlacementListeners", "PlacementPeer", "PlacementSettings", "RegistryKind", "RegistrySettings", "Systemd", "Uplink",
     "leaves", "load_settings", "to_yaml",
@@ -165,6 +165,26 @@ class ModelFile(Group):
     """GGUF file, or a Hugging Face folder (core only)."""
 
 
+class ScoreWeight(Group):
+    """How much one term of the cost counts."""
+
+    score: Name
+    """A score's name: time, price, late, harm, session, doubt, or one that is installed."""
+    weight: Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e6, allow_inf_nan=False)]
+    """Its weight; 0 leaves it out."""
+
+
+class Decision(Group):
+    """Where requests run: plug-ins of the decision (placement/decide/PLUGINS.md)."""
+
+    filters: tuple[Name, ...] = ()
+    """Filters beside the built-in ones, by the names they are installed under."""
+    weights: tuple[ScoreWeight, ...] = ()
+    """Weights that differ from the defaults, as a list of {score, weight}."""
+    pick: Name = "power_of_two"
+    """Which of the near-best is taken: power_of_two, uniform, best, or one that is installed."""
+
+
 class CoreEngine(Group):
     """The torch engine with paged KV; fields as in core_node.engine.settings."""
 
@@ -301,6 +321,7 @@ class PlacementSettings(Process):
     uplink: Uplink = Uplink()
     stale_load_s: Seconds = 5.0
     """Load figures that are older count as busy."""
+    decision: Decision = Decision()
     bootstrap: Bootstrap | None = None
 
 
@@ -326,3 +347,4 @@ class EdgeSettings(Process):
     uplink: Uplink = Uplink()
     stale_load_s: Seconds = 5.0
     """Load figures that are older count as busy."""
+    decision: Decision = Decision()

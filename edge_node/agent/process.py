@@ -61,12 +61,12 @@ from mesh.telemetry.mesh_metrics import UplinkCollector
 from mesh.telemetry.metrics import Metrics
 from mesh.telemetry.spool import TelemetrySpool
 from mesh.v1 import admin_pb2, uplink_pb2
-from placement.decide.settings import DecideSettings
 from placement.entry.decisions import FrontDoorDeps
 from placement.entry.front_door import FrontDoor
 from placement.entry.gateway import EntryGateway
 from placement.entry.intake import served_model
 from placement.entry.mesh_view import ModelFacts, models_to_wire
+from placement.entry.plugins import decide_settings
 from placement.entry.public import http_listener, public_listener
 from placement.entry.relocator import Relocator
 from placement.entry.request_view import running_requests
@@ -152,7 +152,7 @@ async def serve(settings: EdgeSettings) -> None:
                 salt=site.salt,
                 metrics=metrics,
                 receipts=audit,
-                settings=DecideSettings(busy_after_s=settings.stale_load_s),
+                settings=decide_settings(settings.decision, stale_load_s=settings.stale_load_s),
             )
         )
 

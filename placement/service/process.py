@@ -49,12 +49,12 @@ from mesh.v1 import (
     uplink_pb2,
     uplink_pb2_grpc,
 )
-from placement.decide.settings import DecideSettings
 from placement.entry.decisions import FrontDoorDeps
 from placement.entry.front_door import FrontDoor
 from placement.entry.gateway import EntryGateway
 from placement.entry.intake import ServedModel, served_model
 from placement.entry.mesh_view import NodeFacts
+from placement.entry.plugins import decide_settings
 from placement.entry.public import http_listener, public_listener
 from placement.entry.relocator import Relocator
 from placement.entry.request_view import running_requests
@@ -130,7 +130,7 @@ async def serve(settings: PlacementSettings) -> None:
                 salt=lambda tenant, label, model: derive_salt(tenants.directory, tenant, label, model),
                 metrics=metrics,
                 receipts=audit,
-                settings=DecideSettings(busy_after_s=settings.stale_load_s),
+                settings=decide_settings(settings.decision, stale_load_s=settings.stale_load_s),
             )
         )
         relocator = Relocator(door, state)
