@@ -26,7 +26,7 @@ _LEAST_ERROR_RATIO = 0.02
 _ERROR_WEIGHT = 0.05  # of the newest step in the usual error
 _STREAK_STEPS = 8  # far steps on one side in a row that mean another engine
 _KEPT_AFTER_STREAK = 0.002  # of the weight of the past: steps that were faster weigh more, by the square
-_LONGEST_STEP_S = 3600.0
+_SHORTEST_STEP_S, _LONGEST_STEP_S = 1e-7, 3600.0
 _SUBSETS = tuple(s for size in (3, 2, 1) for s in combinations(range(3), size))
 
 Vector = tuple[float, float, float]
@@ -97,7 +97,7 @@ class LatencyModel:
         """A step was computed. `prefill_attention`: positions before its prefill tokens, summed over them. What cannot
         be (no work, a clock that jumped) is ignored."""
         if (
-            not 0 < duration_s < _LONGEST_STEP_S
+            not _SHORTEST_STEP_S < duration_s < _LONGEST_STEP_S
             or min(prefill_tokens, prefill_attention, decode_rows, decode_context) < 0
         ):
             return

@@ -56,7 +56,7 @@ def decide(
         return refusal(snapshot, request, policy, filtered)
     choice = _pick(candidates, rng, settings)
     ranked = (choice, *(c for c in candidates if c is not choice))
-    shipping = weigh(snapshot, times, request, ranked, max_loss_ratio=loss, settings=settings)
+    shipping = weigh(view, ranked, ways.split, max_loss_ratio=loss)
     return Plan(
         choice=choice,
         fallbacks=_fallbacks(ranked, settings) if policy.fallback else (),
