@@ -68,7 +68,7 @@ def _compile(snapshot: Snapshot, settings: DecideSettings) -> Compiled:
     columns: dict[str, Any] = {}
     for name, values in new.items():
         column = getattr(before, name)
-        if not np.array_equal(column[patch.rows], values):
+        if column[patch.rows].tolist() != values.tolist():  # of few rows, lists are the quicker way
             column = column.copy()
             column[patch.rows] = values
         columns[name] = column
@@ -179,6 +179,8 @@ class _Fit:
 def _correct(columns: dict[str, AnyArray], fit: FitColumns, rows: IntArray) -> None:
     """What the entry found the node's answers to take is what counts, in place."""
     ttft, tpot, seen = fit.ttft_scale[rows], fit.tpot_scale[rows], fit.scale_error_ratio[rows]
+    if (seen >= 1.0).all():
+        return  # nothing was measured yet
     for name in ("queue_s", "token_s", "growth_s", "chunk_s"):
         columns[name] = columns[name] * ttft
     for name in ("step_s", "step_context_s"):

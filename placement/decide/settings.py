@@ -78,10 +78,10 @@ class DecideSettings:
     decode_nodes: int = 64
     """At most this many nodes are tried as the decode side of pairs, the fastest by a first guess."""
 
-    candidates_per_shape: int = 8
+    candidates_per_shape: int = 4
     """At most this many candidates of each shape are ranked and told of."""
 
-    pair_cost_ratio: float = 1.5
+    pair_cost_ratio: float = 1.0
     """A pair that costs more than so many times the best single node is not told of: it has more that can fail."""
 
     retry_s: tuple[float, float] = (0.5, 30.0)

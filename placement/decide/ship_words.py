@@ -9,7 +9,7 @@ import numpy as np
 from placement.decide.plugins import ScoreView
 from placement.decide.scores import NodeTimes
 from placement.decide.ship_one import ship_one
-from placement.decide.types import Candidate, IntArray, PlacementRequest, PlanShape, Shipment, ShipOption, Snapshot
+from placement.decide.types import Candidate, IntArray, PlacementRequest, PlanShape, Shipment, ShipOption
 
 _NAMED = 4  # alternatives in the sentence
 
@@ -30,7 +30,8 @@ def weigh(
         source = snapshot.row_of(pair.prefill.node_id)
     else:  # it was not worth a closer look: then the one that would have KV first
         ready_s = times.wait_s[first] + times.prefill_s[first]
-        source = int(min(zip(ready_s.tolist(), first.tolist(), strict=True), key=lambda at: _soonest(snapshot, *at))[1])
+        soonest = first[ready_s == ready_s.min()].tolist()
+        source = min(soonest, key=lambda row: snapshot.places[row].node_id)
     node_ids = snapshot.places[source].node_id, choice.decode.node_id
     found = ship_one(snapshot, times, request, source, target, view.settings)
     after_s = float(times.rtt_s[target] + times.token_s[target])
@@ -49,10 +50,6 @@ def weigh(
                 why = refused or ("" if wished else "not what the placement wish asks for")
                 options.append(ShipOption(codec=codec, own_tokens=own, ttft_s=ttft_s, refused=why))
     return tuple(options)
-
-
-def _soonest(snapshot: Snapshot, ready_s: float, row: int) -> tuple[float, str]:
-    return ready_s, snapshot.places[row].node_id
 
 
 def _refused(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -13,6 +13,7 @@ import numpy as np
 from mesh.identity.place import Place
 from placement.decide.plugins import ScoreView
 from placement.decide.scores import NodeTimes, Predicted, least_offload, score_offload, score_single, with_cost
+from placement.decide.settings import DecideSettings
 from placement.decide.ship import least_split, score_split
 from placement.decide.types import (
     AnyArray,
@@ -112,30 +113,17 @@ def rank(ways: Ways, view: ScoreView, ties: Ties, *, max_loss_ratio: float) -> R
     ]
     best_s = min((c.cost_s for c in found), default=math.inf)
     limit_s = settings.pair_cost_ratio * best_s
-    for shape, (first, then), score, least in (
-        (
-            PlanShape.SPLIT,
-            ways.split,
-            partial(score_split, max_loss_ratio=max_loss_ratio),
-            partial(least_split, max_loss_ratio=max_loss_ratio),
-        ),
+    split, least = (partial(f, max_loss_ratio=max_loss_ratio) for f in (score_split, least_split))
+    for shape, (first, then), score, bound in (
+        (PlanShape.SPLIT, ways.split, split, least),
         (PlanShape.OFFLOAD, ways.offload, score_offload, least_offload),
         (PlanShape.DISAGGREGATED, ways.disaggregated, score_disaggregated, None),
     ):
-        if not (len(first) and len(then)):
-            continue
-        first = _least(first, times.wait_s[first] + times.prefill_s[first], ties, settings.prefill_nodes)
-        then = _least(then, _decode_guess_s(view, then), ties, settings.decode_nodes)
-        if least is not None and math.isfinite(limit_s):
-            # The shipping arithmetic is dear: only for pairs that can be worth it.
-            hope_s = with_cost(least(view.snapshot, times, request, first, then, settings), view).cost
-            hope = hope_s <= limit_s
-            if not hope.any():
-                continue
-            first, then = first[hope.any(axis=1)], then[hope.any(axis=0)]
-        predicted = with_cost(score(view.snapshot, times, request, first, then, settings), view)
-        soonest.look(predicted.total_s, times.wait_s[first][:, None], first[:, None], then[None, :])
-        found.extend(_best_pairs(shape, first, then, predicted, soonest.in_time(predicted), limit_s, view, ties))
+        first, then = _worth_a_look(first, then, bound, limit_s, view, ties)
+        if len(first) and len(then):
+            predicted = with_cost(score(view.snapshot, times, request, first, then, settings), view)
+            soonest.look(predicted.total_s, times.wait_s[first][:, None], first[:, None], then[None, :])
+            found.extend(_best_pairs(shape, first, then, predicted, soonest.in_time(predicted), limit_s, view, ties))
 
     def order(place: Place) -> int:
         return int(ties.of(np.array([view.snapshot.row_of(place.node_id)]))[0])
@@ -144,6 +132,27 @@ def rank(ways: Ways, view: ScoreView, ties: Ties, *, max_loss_ratio: float) -> R
     if any((a.cost_s, a.shape) == (b.cost_s, b.shape) for a, b in pairwise(found)):  # rare; their order is drawn
         found.sort(key=lambda c: (c.cost_s, c.shape.value, order(c.decode), order(c.prefill)))
     return Ranked(candidates=found, least_total_s=soonest.total_s, least_idle_s=soonest.idle_s)
+
+
+def _worth_a_look(
+    first: IntArray, then: IntArray, bound: Bound | None, limit_s: float, view: ScoreView, ties: Ties
+) -> tuple[IntArray, IntArray]:
+    """Of the rows that may be the two parts of a pair, those for which the arithmetic is worth it: the few that look
+    best, less those that cannot be part of a pair within the limit."""
+    none, times, settings = first[:0], view.times, view.settings
+    if not (len(first) and len(then)):
+        return none, none
+    first = _least(first, times.wait_s[first] + times.prefill_s[first], ties, settings.prefill_nodes)
+    then = _least(then, _decode_guess_s(view, then), ties, settings.decode_nodes)
+    if bound is None or limit_s == math.inf:
+        return first, then
+    hope = with_cost(bound(view.snapshot, times, view.request, first, then, settings), view).cost <= limit_s
+    if not hope.any():
+        return none, none
+    return first[hope.any(axis=1)], then[hope.any(axis=0)]
+
+
+Bound = Callable[[Snapshot, NodeTimes, PlacementRequest, IntArray, IntArray, DecideSettings], Predicted]
 
 
 class _Soonest:

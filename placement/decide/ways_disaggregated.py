@@ -28,10 +28,12 @@ def does_all(snapshot: Snapshot, request: PlacementRequest) -> BoolArray:
 def disaggregated_rows(snapshot: Snapshot, *, prefill: IntArray, decode: IntArray) -> tuple[IntArray, IntArray]:
     """Of the rows that may run a request and those that KV may move to, those that can be halves of a pair. Both are
     empty unless there is a pair of two nodes, one of them with a role of its own."""
+    none = np.zeros(0, dtype=np.int64)
+    if not (len(prefill) and len(decode)) or (snapshot.prefills.all() and snapshot.decodes.all()):
+        return none, none
     first = prefill[snapshot.prefills[prefill]]
     then = decode[snapshot.decodes[decode] & ~snapshot.tier_edge[decode]]
     if not (len(first) and len(then) and _apart(snapshot, first, then).any()):
-        none = np.zeros(0, dtype=np.int64)
         return none, none
     return first, then
 

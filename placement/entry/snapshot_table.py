@@ -7,17 +7,15 @@ without any work, since a snapshot knows when it was made. Pure: clock and facts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from placement.decide.types import AnyArray, FitColumns, Snapshot
+from placement.decide.types import AnyArray, Snapshot
 from placement.entry.mesh_view import FIT_COLUMNS, LIVE_COLUMNS, Column, NodeFacts, build_snapshot
 from placement.entry.notes import Notes
 
-_NO_ROWS = np.zeros(0, dtype=np.int64)
 _LIVE = {name: column for name, column in LIVE_COLUMNS.items() if name != "age_s"}
 ReadNode = Callable[[str], NodeFacts | None]
 """Facts of a node by id; None if it is not in the mesh any more."""
@@ -52,7 +50,8 @@ class SnapshotTable:
         self._stale.clear()
         if known is not None and all(self._is_same_node(node_id, facts) for node_id, facts in changed.items()):
             rows = {self._row[node_id]: facts for node_id, facts in changed.items() if facts is not None}
-            made = _patched(known, rows, version=version, now_s=now_s)
+            before = [self._facts[facts.place.node_id] for facts in rows.values()]
+            made = _patched(known, rows, before, version=version, now_s=now_s)
         else:
             self._adopt(changed, known, now_s)
             made = build_snapshot(
@@ -85,30 +84,22 @@ class SnapshotTable:
                 self._facts[node_id] = facts
 
 
-def _patched(known: Snapshot, rows: dict[int, NodeFacts], *, version: int, now_s: float) -> Snapshot:
+def _patched(
+    known: Snapshot, rows: dict[int, NodeFacts], before: list[NodeFacts], *, version: int, now_s: float
+) -> Snapshot:
+    """`before`: the facts that are in `known` at these rows."""
     aged = known.age_s + (now_s - known.made_s)
-    facts: dict[str, Any] = {"version": version, "made_s": now_s, "age_s": aged}
-    if not rows:
-        return known.patched(_NO_ROWS, {}, **facts)
-    at = np.fromiter(rows, dtype=np.int64, count=len(rows))
-    nodes = list(rows.values())
+    at, nodes = np.fromiter(rows, dtype=np.int64, count=len(rows)), list(rows.values())
     aged[at] = [node.age_s for node in nodes]
-    fit = {} if known.fit is None else _changes(known.fit, FIT_COLUMNS, rows, nodes)
-    return known.patched(at, _changes(known, _LIVE, rows, nodes), fit, **facts)
+    live, fit = (_changes(columns, before, nodes) for columns in (_LIVE, FIT_COLUMNS))
+    return known.patched(at, live, fit, version=version, made_s=now_s, age_s=aged)
 
 
-def _changes(
-    owner: Snapshot | FitColumns, columns: Mapping[str, Column], rows: Iterable[int], nodes: list[NodeFacts]
-) -> dict[str, AnyArray]:
-    """New values of the columns that change at these rows."""
+def _changes(columns: Mapping[str, Column], before: list[NodeFacts], now: list[NodeFacts]) -> dict[str, AnyArray]:
+    """New values of the columns that change."""
     changes = {}
     for name, column in columns.items():
-        new = [column.of(node) for node in nodes]
-        if _differ(getattr(owner, name), rows, new):
+        new = [column.of(node) for node in now]
+        if new != [column.of(node) for node in before]:
             changes[name] = np.array(new, dtype=column.dtype)
     return changes
-
-
-def _differ(old: AnyArray, rows: Iterable[int], new: list[float]) -> bool:
-    """Whether a column changes at these rows; not a number differs from itself, which costs a copy."""
-    return any(old[row] != value for row, value in zip(rows, new, strict=True))
