@@ -181,7 +181,7 @@ class _Run:
         self.policy = parse_policy(_POLICY, version=1)
         self.errors: dict[str, list[float]] = {"ttft": [], "tpot": [], "total": []}
         self.told: list[float] = []
-        self.done = self.now_s = 0
+        self.done, self.now_s = 0, 0.0
 
     def _read(self, node_id: str) -> NodeFacts:
         return replace(self.facts, age_s=self.now_s - self.reported_s)

@@ -179,7 +179,7 @@ class _Fit:
 def _correct(columns: dict[str, AnyArray], fit: FitColumns, rows: IntArray) -> None:
     """What the entry found the node's answers to take is what counts, in place."""
     ttft, tpot, seen = fit.ttft_scale[rows], fit.tpot_scale[rows], fit.scale_error_ratio[rows]
-    if (seen >= 1.0).all():
+    if (seen >= 1.0).all() and (ttft == 1.0).all() and (tpot == 1.0).all():
         return  # nothing was measured yet
     for name in ("queue_s", "token_s", "growth_s", "chunk_s"):
         columns[name] = columns[name] * ttft

@@ -80,15 +80,16 @@ def _pick(candidates: list[Candidate], rng: random.Random, settings: DecideSetti
 
 def _fallbacks(ranked: tuple[Candidate, ...], settings: DecideSettings) -> tuple[Candidate, ...]:
     """The best others, one for each set of nodes; at least one shares no node with the choice, if any does."""
-    used, chosen = {_nodes(ranked[0])}, []
-    for candidate in ranked[1:]:
-        if _nodes(candidate) not in used:
-            used.add(_nodes(candidate))
+    nodes = [_nodes(candidate) for candidate in ranked]
+    used, chosen = {nodes[0]}, []
+    for at, candidate in zip(nodes[1:], ranked[1:], strict=True):
+        if at not in used:
+            used.add(at)
             chosen.append(candidate)
-    apart = [c for c in chosen if not _nodes(c) & _nodes(ranked[0])]
     kept = chosen[: settings.fallbacks]
-    if apart and apart[0] not in kept:
-        kept[-1] = apart[0]
+    apart = next((c for c in chosen if not _nodes(c) & nodes[0]), None)
+    if apart is not None and apart not in kept:
+        kept[-1] = apart
     return tuple(kept)
 
 

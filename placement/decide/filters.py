@@ -39,6 +39,7 @@ _DECODES_AT = {
     PlanShape.DISAGGREGATED: Tier.CORE,
 }
 _NO_WISH = Wish()
+_IN_ORDER = tuple((reason.value, reason) for reason in Reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -138,7 +139,7 @@ def kv_pool_full(snapshot: Snapshot, request: PlacementRequest, columns: Compile
 def hits(snapshot: Snapshot, request: PlacementRequest) -> dict[int, int]:
     """Rows of nodes that are thought to have a prefix of the prompt, with its tokens: at most all but one."""
     most = max(request.prompt_tokens - 1, 0)
-    found = {int(row): min(int(snapshot.cached_tokens[row]), most) for row in np.flatnonzero(snapshot.cached_tokens)}
+    found = {int(row): min(int(snapshot.cached_tokens[row]), most) for row in snapshot.cached_tokens.nonzero()[0]}
     for node_id, tokens in request.cached.items():
         row = snapshot.row_of(node_id)
         if row >= 0:
@@ -171,7 +172,7 @@ def _wished(snapshot: Snapshot, request: PlacementRequest, places: PlaceColumns)
 
 def reasons(bits: int) -> tuple[Reason, ...]:
     """The single reasons in a mask, in the order of Reason."""
-    return tuple(reason for reason in Reason if reason.value & bits)
+    return tuple(reason for value, reason in _IN_ORDER if value & bits)
 
 
 def word(reason: Reason) -> str:

@@ -12,6 +12,7 @@ from placement.decide.ways import Ranked, find_ways
 from placement.policy.rules import DataKind, Policy
 
 _NAMED_NODES = 8
+_NO_WISH = Wish()
 _WORDS = {
     Reason.MODEL: "does not serve the model",
     Reason.LABEL: "not allowed for the label",
@@ -35,14 +36,15 @@ def in_words(reason: Reason) -> str:
 
 def all_bits(snapshot: Snapshot, request: PlacementRequest, filtered: Filtered) -> AnyArray:
     """Reason bits of every node, the wish included, shape [n_nodes]; 0 for those that play a part in some way."""
+    if request.wish == _NO_WISH and snapshot.all_do_both:
+        return filtered.run
     bits = filtered.run.copy()
     halves = ~snapshot.tier_edge & ~(snapshot.prefills & snapshot.decodes)
-    if request.wish != Wish() or halves.any():
-        part = _parts(snapshot, request, filtered, filtered.run == 0)
-        if request.wish != Wish():
-            bits[~part & (~filtered.wished | (bits == 0))] |= Reason.WISH.value
-        # Only half of a request is its to do, and nobody is there for the other one.
-        bits[~part & halves & (bits == 0)] |= Reason.ROLE.value
+    part = _parts(snapshot, request, filtered, filtered.run == 0)
+    if request.wish != _NO_WISH:
+        bits[~part & (~filtered.wished | (bits == 0))] |= Reason.WISH.value
+    # Only half of a request is its to do, and nobody is there for the other one.
+    bits[~part & halves & (bits == 0)] |= Reason.ROLE.value
     return bits
 
 
@@ -50,10 +52,13 @@ def group_refused(snapshot: Snapshot, request: PlacementRequest, filtered: Filte
     """Refused nodes by reason, in the order of Reason; a node counts for each of its reasons."""
     bits = all_bits(snapshot, request, filtered)
     by_id = snapshot.index.by_id
-    bits = bits[by_id]
+    in_order = snapshot.index.is_by_id
+    if not in_order:
+        bits = bits[by_id]
     present, groups = int(np.bitwise_or.reduce(bits, initial=0)), []
     for reason in reasons(present):
-        rows = by_id[np.flatnonzero(bits & reason.value)]
+        rows = np.flatnonzero(bits & reason.value)
+        rows = rows if in_order else by_id[rows]
         names = tuple(snapshot.places[row].node_id for row in rows[:_NAMED_NODES])
         groups.append(Refused(reason=reason, count=len(rows), node_ids=names))
     return tuple(groups)

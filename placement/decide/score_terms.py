@@ -56,9 +56,9 @@ class Harm:
 
     def cost_s(self, ways: Predicted, view: ScoreView) -> FloatArray | None:
         snapshot = view.snapshot
-        both = snapshot.prefills & snapshot.decodes
-        if both.all():
+        if snapshot.all_do_both:
             return None  # it would be the same everywhere
+        both = snapshot.prefills & snapshot.decodes
         slowed = np.where(both & ~snapshot.tier_edge, snapshot.running, 0)
         harm_s = slowed * view.times.prefill_s
         return harm_s if ways.prefill is None else harm_s[ways.prefill]

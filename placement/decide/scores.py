@@ -231,4 +231,6 @@ def with_cost(ways: Predicted, view: ScoreView) -> Predicted:
         cost_s = term if cost_s is None else cost_s + term
     if cost_s is None:
         cost_s = np.zeros_like(ways.total_s)
-    return replace(ways, cost_s=np.where(np.isfinite(ways.total_s), cost_s, np.inf))
+    if ways.prefill is not None:  # of pairs, some are none
+        cost_s = np.where(np.isfinite(ways.total_s), cost_s, np.inf)
+    return replace(ways, cost_s=cost_s)

@@ -192,6 +192,14 @@ class Snapshot:
         object.__setattr__(made, "kept", self.kept)
         return made
 
+    @property
+    def all_do_both(self) -> bool:
+        """Whether no node has a role of its own: all prefill and decode."""
+        known = self.kept.get("all_do_both")
+        if known is None:
+            known = self.kept["all_do_both"] = bool((self.prefills & self.decodes).all())
+        return bool(known)
+
     def __post_init__(self) -> None:
         if self.columns is None or self.columns.places is not self.places:
             object.__setattr__(self, "columns", PlaceColumns(self.places))

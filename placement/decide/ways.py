@@ -61,7 +61,7 @@ def find_ways(
     movable = run & kv_allowed & wished if request.prompt_tokens > 1 else np.zeros_like(run)
 
     def rows(mask: BoolArray, *shapes: PlanShape) -> IntArray:
-        return np.flatnonzero(mask) if shape in (None, *shapes) else np.zeros(0, dtype=np.int64)
+        return mask.nonzero()[0] if shape in (None, *shapes) else np.zeros(0, dtype=np.int64)
 
     return Ways(
         local=rows(run & wished & edge, PlanShape.LOCAL),

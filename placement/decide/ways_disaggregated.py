@@ -29,7 +29,7 @@ def disaggregated_rows(snapshot: Snapshot, *, prefill: IntArray, decode: IntArra
     """Of the rows that may run a request and those that KV may move to, those that can be halves of a pair. Both are
     empty unless there is a pair of two nodes, one of them with a role of its own."""
     none = np.zeros(0, dtype=np.int64)
-    if not (len(prefill) and len(decode)) or (snapshot.prefills.all() and snapshot.decodes.all()):
+    if not (len(prefill) and len(decode)) or snapshot.all_do_both:
         return none, none
     first = prefill[snapshot.prefills[prefill]]
     then = decode[snapshot.decodes[decode] & ~snapshot.tier_edge[decode]]

@@ -56,6 +56,11 @@ class PlaceColumns:
         return np.argsort(self.node_id, kind="stable")
 
     @cached_property
+    def is_by_id(self) -> bool:
+        """Whether the rows are in the order of node ids."""
+        return bool((self.by_id == np.arange(len(self.places))).all())
+
+    @cached_property
     def tie_keys(self) -> NDArray[np.uint64]:
         """A number for each node id, as if drawn: the same in every process, whatever the order of rows."""
         digests = b"".join(blake2b(place.node_id.encode(), digest_size=8).digest() for place in self.places)
