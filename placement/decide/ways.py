@@ -119,11 +119,12 @@ def rank(ways: Ways, view: ScoreView, ties: Ties, *, max_loss_ratio: float) -> R
         (PlanShape.OFFLOAD, ways.offload, score_offload, least_offload),
         (PlanShape.DISAGGREGATED, ways.disaggregated, score_disaggregated, None),
     ):
-        first, then = _worth_a_look(first, then, bound, limit_s, view, ties)
+        most_s = math.inf if bound is None else limit_s
+        first, then = _worth_a_look(first, then, bound, most_s, view, ties)
         if len(first) and len(then):
             predicted = with_cost(score(view.snapshot, times, request, first, then, settings), view)
             soonest.look(predicted.total_s, times.wait_s[first][:, None], first[:, None], then[None, :])
-            found.extend(_best_pairs(shape, first, then, predicted, soonest.in_time(predicted), limit_s, view, ties))
+            found.extend(_best_pairs(shape, first, then, predicted, soonest.in_time(predicted), most_s, view, ties))
 
     def order(place: Place) -> int:
         return int(ties.of(np.array([view.snapshot.row_of(place.node_id)]))[0])

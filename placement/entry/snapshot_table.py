@@ -91,8 +91,15 @@ def _patched(
     aged = known.age_s + (now_s - known.made_s)
     at, nodes = np.fromiter(rows, dtype=np.int64, count=len(rows)), list(rows.values())
     aged[at] = [node.age_s for node in nodes]
-    live, fit = (_changes(columns, before, nodes) for columns in (_LIVE, FIT_COLUMNS))
+    same_fit = all(_fit_of(a) == _fit_of(b) for a, b in zip(before, nodes, strict=True))
+    live, fit = _changes(_LIVE, before, nodes), {} if same_fit else _changes(FIT_COLUMNS, before, nodes)
     return known.patched(at, live, fit, version=version, made_s=now_s, age_s=aged)
+
+
+def _fit_of(node: NodeFacts) -> tuple[object, ...]:
+    """All that FIT_COLUMNS read."""
+    load = node.load
+    return load.curve, node.scale, load.context_tokens, load.step_tokens, load.most_running
 
 
 def _changes(columns: Mapping[str, Column], before: list[NodeFacts], now: list[NodeFacts]) -> dict[str, AnyArray]:
