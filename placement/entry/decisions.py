@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mesh.errors import InvalidRequest, MeshError, NoCapableNode, NoNodeNow, NotFound, Overloaded, PolicyDenied
+from mesh.errors import Expired, InvalidRequest, MeshError, NoCapableNode, NoNodeNow, NotFound, Overloaded, PolicyDenied
 from mesh.identity.place import Place, Tier
 from mesh.identity.principal import Principal
 from mesh.kv.hashing import block_hashes
@@ -96,7 +96,7 @@ class Decisions:
         the request accepted anew for it. Raises what `plan` raises for the model that was asked for."""
         try:
             return accepted, self.plan(accepted)
-        except (Overloaded, NoNodeNow, NoCapableNode):
+        except (Overloaded, Expired, NoNodeNow, NoCapableNode):
             policy = self._deps.policies().lookup(accepted.principal.tenant).policy
             for model in policy.downgrade.get(accepted.model.model_id, ()):
                 other = pb.GenerateRequest()
