@@ -13,6 +13,7 @@ from placement.entry.mesh_view import NodeFacts
 from placement.predict.calibration import Calibration
 from placement.predict.in_flight import NOTHING, InFlight, Placed
 
+_LEAST_GRACE_S = 0.05  # a node takes a request in and tells of its load, the round trip aside
 log = get_logger(__name__)
 
 
@@ -52,7 +53,8 @@ class Notes:
     def applied(self, facts: NodeFacts, now_s: float) -> NodeFacts:
         """The facts with what is known beside them."""
         node_id, load = facts.place.node_id, facts.load
-        placed = self._in_flight.at(node_id, now_s - facts.age_s, now_s)
+        grace_s = _LEAST_GRACE_S + (facts.rtt_s or 0.0)
+        placed = self._in_flight.at(node_id, now_s - facts.age_s, now_s, grace_s=grace_s)
         if placed != NOTHING:
             load = replace(
                 load,

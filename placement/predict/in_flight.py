@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-_GRACE_S = 0.25  # between the decision and the node's own count of it
 _LONGEST_S = 60.0  # without any report; the node is stale by then
 _MOST = 8192
 
@@ -49,14 +48,15 @@ class InFlight:
             if not keys:
                 del self._keys[node_id]
 
-    def at(self, node_id: str, heard_s: float, now_s: float) -> Placed:
-        """The sum of what the node's report, made at `heard_s`, cannot know; the rest is forgotten."""
+    def at(self, node_id: str, heard_s: float, now_s: float, *, grace_s: float) -> Placed:
+        """The sum of what the node's report, heard at `heard_s`, cannot know; the rest is forgotten. `grace_s`: from a
+        decision until a report that is heard must have it."""
         if node_id not in self._keys:
             return NOTHING
         runs = prefill_tokens = kv_tokens = 0
         for key in tuple(self._keys[node_id]):
             what, at_s = self._placed[node_id, key]
-            if heard_s > at_s + _GRACE_S or not 0 <= now_s - at_s <= _LONGEST_S:
+            if heard_s > at_s + grace_s or not 0 <= now_s - at_s <= _LONGEST_S:
                 self.left(node_id, key)
                 continue
             runs, kv_tokens = runs + what.runs, kv_tokens + what.kv_tokens
