@@ -21,8 +21,8 @@ from mesh.node.serving_role import ServingRole
 __all__ = [
     "Address", "Bootstrap", "ConsulTlsFiles", "CoreEngine", "CoreListeners", "CoreSettings", "Decision", "EdgeEngine",
     "EdgeListeners", "EdgeSettings", "Group", "Identity", "Log", "LogFormat", "LogLevel", "ModelFile",
-    "PlacementListeners", "PlacementPeer", "PlacementSettings", "RegistryKind", "RegistrySettings", "Systemd", "Uplink",
-    "leaves", "load_settings", "to_yaml",
+    "PlacementListeners", "PlacementPeer", "PlacementSettings", "Receipts", "RegistryKind", "RegistrySettings",
+    "Systemd", "Uplink", "leaves", "load_settings", "to_yaml",
 ]  # fmt: skip
 
 
@@ -337,6 +337,17 @@ class CoreSettings(Process):
     engine: CoreEngine = CoreEngine()
 
 
+class Receipts(Group):
+    """The audit log of a site, which is also the spool of what the mesh has yet to hear. Nothing is ever dropped."""
+
+    most_unmerged_bytes: ByteCount = 256 << 20
+    """With so much waiting for the mesh, nothing new is taken."""
+    keep_merged_bytes: ByteCount = 64 << 20
+    """How much of what the mesh has is kept here too."""
+    keep_free_bytes: ByteCount = 32 << 20
+    """With less room on the disk nothing new is taken: what runs must find room for its receipts."""
+
+
 class EdgeSettings(Process):
     """`kvmesh edge`: one llama.cpp engine, the entry of its own site; dials out only."""
 
@@ -344,6 +355,11 @@ class EdgeSettings(Process):
     model: ModelFile
     listeners: EdgeListeners = EdgeListeners()
     engine: EdgeEngine = EdgeEngine()
+    receipts: Receipts = Receipts()
+    state_key: Path | None = None
+    """File of 32 random bytes or more that seals what this box keeps on its disk (key hashes, salts, policies,
+    receipts). It should not be on that disk: a systemd credential, bound to a TPM if there is one. Absent: nothing is
+    sealed."""
     uplink: Uplink = Uplink()
     stale_load_s: Seconds = 5.0
     """Load figures that are older count as busy."""

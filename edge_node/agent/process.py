@@ -19,17 +19,19 @@ from grpc_health.v1 import health_pb2
 from edge_node.agent.kvtc_artifacts import FOLDER, ArtifactKeeper
 from edge_node.agent.site_config import SiteConfig
 from edge_node.agent.telemetry import TelemetrySampler
+from edge_node.agent.verified import VERIFIED_FILE, LastWord
 from edge_node.agent.world import EdgeWorld
 from edge_node.engine.engine import EdgeEngine
 from edge_node.engine.settings import EdgeEngineSettings
 from mesh import __version__
-from mesh.audit.log import AUDIT_FOLDER, AuditLog
+from mesh.audit.log import AUDIT_FOLDER, AuditLog, LogLimits
 from mesh.audit.witness import WitnessDesk
 from mesh.errors import NotImplementedHere, PayloadCorrupt, Unauthenticated
 from mesh.http.app import create_app
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
 from mesh.identity.principal import AccessRole, Principal
+from mesh.identity.sealing import StateKey
 from mesh.identity.signing import NodeIdentity
 from mesh.kv.profiling import codecs_beside
 from mesh.machine import usable_threads
@@ -74,6 +76,7 @@ from placement.policy.book import BookGuard
 
 log = get_logger(__name__)
 _GRPC_GRACE_S = 1.0
+_SEGMENT_BYTES = 4 << 20  # of the audit log: what was merged goes file by file
 _SITE_CONFIG_FILE = "site_config.bin"
 
 
@@ -90,7 +93,9 @@ async def serve(settings: EdgeSettings) -> None:
         log.error("certificate_not_valid", reason=error.reason, error=error.message)
     await asyncio.to_thread(prepare_state_folder, settings.state_folder)
     async with AsyncExitStack() as stack:
-        site = SiteConfig(settings.state_folder / _SITE_CONFIG_FILE)
+        key = await asyncio.to_thread(_state_key, settings)
+        site = SiteConfig(settings.state_folder / _SITE_CONFIG_FILE, None if key is None else key.sealer("site-config"))
+        word = await asyncio.to_thread(LastWord, settings.state_folder / VERIFIED_FILE)
         _load(site)
         model = await asyncio.to_thread(served_model, settings.model.id, settings.model.path)
         engine = EdgeEngine(_engine_settings(settings))
@@ -138,7 +143,7 @@ async def serve(settings: EdgeSettings) -> None:
         load = LoadWatch(host, settings.load_period_s, take_load)
         await load.start()
         stack.push_async_callback(load.close)
-        audit = await asyncio.to_thread(AuditLog, settings.state_folder / AUDIT_FOLDER, identity)
+        audit = await asyncio.to_thread(_audit_log, settings, identity, key)
         stack.push_async_callback(audit.close)
         metrics = Metrics(node_id=place.node_id, role=Role.EDGE.value)
         metrics.watch_host(host.statistics)
@@ -153,6 +158,7 @@ async def serve(settings: EdgeSettings) -> None:
                 metrics=metrics,
                 receipts=audit,
                 settings=decide_settings(settings.decision, stale_load_s=settings.stale_load_s),
+                policy_age_s=lambda: word.age_s,
             )
         )
 
@@ -196,6 +202,8 @@ async def serve(settings: EdgeSettings) -> None:
 
         following = background_loop(lambda: artifacts.follow(world.nodes, lambda: world.models[0]), "kvtc_artifacts")
         stack.callback(following.cancel)
+        word.start(lambda: uplink.state)
+        stack.push_async_callback(word.close)
         announce_ready(
             settings.state_folder,
             node_id=place.node_id,
@@ -213,6 +221,28 @@ async def serve(settings: EdgeSettings) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_s):
                 await host.drain()
+
+
+def _state_key(settings: EdgeSettings) -> StateKey | None:
+    if settings.state_key is None:
+        log.warning("state_not_sealed", error="no state_key is set: who has the disk can read what the box keeps on it")
+        return None
+    return StateKey.load(settings.state_key)
+
+
+def _audit_log(settings: EdgeSettings, identity: NodeIdentity, key: StateKey | None) -> AuditLog:
+    receipts = settings.receipts
+    return AuditLog(
+        settings.state_folder / AUDIT_FOLDER,
+        identity,
+        limits=LogLimits(
+            segment_bytes=_SEGMENT_BYTES,
+            most_unmerged_bytes=receipts.most_unmerged_bytes,
+            keep_merged_bytes=receipts.keep_merged_bytes,
+            keep_free_bytes=receipts.keep_free_bytes,
+        ),
+        sealer=None if key is None else key.sealer("audit"),
+    )
 
 
 def _load(site: SiteConfig) -> None:
@@ -287,6 +317,9 @@ class _Pushes:
         if kind == "witness":
             answer = await self._desk.answer(command.witness)
             return uplink_pb2.CommandResult(command_id=command.command_id, witness=answer)
+        if kind == "audit":
+            entries = await self._desk.entries(command.audit)
+            return uplink_pb2.CommandResult(command_id=command.command_id, audit=entries)
         if kind == "attend":
             self._attendant.attend(command.attend.ticket)
             return uplink_pb2.CommandResult(command_id=command.command_id)

@@ -79,6 +79,7 @@ class LocalPlan:
     consul: HostPort | None = None
     core_node: HostPort = _LOOPBACK  # node listener of the one core node ...
     core_advertise: HostPort | None = None  # ... and where others reach it, if a link lies in between
+    edge_engine: EdgeEngine | None = None  # all of an edge engine's settings, instead of the ones chosen here
 
     def __post_init__(self) -> None:
         if not 0 <= self.cores <= 64:
@@ -139,7 +140,7 @@ class LocalPlan:
         return EdgeSettings(
             identity=identity, state_folder=folder / "state", registry=registry, drain_s=_DRAIN_S,
             placement=peer, model=model,
-            engine=EdgeEngine(n_threads=self.edge_threads, n_ctx_tokens=EDGE_CONTEXT_TOKENS),
+            engine=self.edge_engine or EdgeEngine(n_threads=self.edge_threads, n_ctx_tokens=EDGE_CONTEXT_TOKENS),
         )  # fmt: skip
 
 

@@ -43,7 +43,8 @@ from placement.predict.measured import Measured
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontDoorDeps:
     """What an entry brings. `policies` and `salt` read the current state at each call; `salt(tenant, label,
-    model)` raises PolicyDenied for a tenant whose secret this entry does not have."""
+    model)` raises PolicyDenied for a tenant whose secret this entry does not have. `policy_age_s`: since when the mesh
+    has not confirmed the policies that are in force here; 0 while it does."""
 
     signer: Signer
     world: World
@@ -53,6 +54,7 @@ class FrontDoorDeps:
     metrics: Metrics
     receipts: ReceiptKeeper
     settings: DecideSettings = DEFAULTS
+    policy_age_s: Callable[[], float] = lambda: 0.0
 
 
 class Decisions:
@@ -109,7 +111,20 @@ class Decisions:
 
     def plan(self, accepted: Accepted) -> Plan:
         """Raises UnknownNode, PolicyDenied, NoNodeNow, NoCapableNode or Overloaded, naming the rule."""
+        self._check_age(accepted)
         return self._decide(accepted, accepted.placement)
+
+    def _check_age(self, accepted: Accepted) -> None:
+        """Raise NoNodeNow if the tenant's policy was not confirmed for longer than it allows."""
+        found = self._deps.policies().lookup(accepted.principal.tenant)
+        most_s, age_s = found.policy.offline_max_s, self._deps.policy_age_s()
+        if most_s is not None and age_s > most_s:
+            raise NoNodeNow(
+                f"{self._own.site} has not heard from the mesh for {age_s:.0f} s, and policy version {found.version} "
+                f"lets it go on alone for {most_s:.0f} s: nothing new until it is connected again",
+                rule="offline_max_s",
+                node=self._own.node_id,
+            )
 
     def _decide(self, accepted: Accepted, request: PlacementRequest, *, guest: str = "") -> Plan:
         """`guest`: a node of another site that this entry may have been told of."""

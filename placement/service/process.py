@@ -14,6 +14,7 @@ from pathlib import Path
 from grpc_health.v1 import health_pb2
 
 from mesh.audit.log import AUDIT_FOLDER, AuditLog
+from mesh.audit.replica import SITE_LOGS_FOLDER
 from mesh.errors import NodeUnreachable
 from mesh.http.app import create_app
 from mesh.identity.ca import NodeCredentials
@@ -66,6 +67,7 @@ from placement.service.registrations import to_registration
 from placement.service.registry_choice import choose_registry
 from placement.service.request_list import requests_of_sites
 from placement.service.site_config import SiteConfigSource
+from placement.service.site_logs import SiteLogs
 from placement.service.stores import PolicyStore, TenantStore
 from placement.service.telemetry import TelemetryCollector
 from placement.service.witnesses import Witnesses, admin_recorder
@@ -167,12 +169,15 @@ async def serve(settings: PlacementSettings) -> None:
             await listener.server.start()
             stack.push_async_callback(listener.server.stop, _GRPC_GRACE_S)
         witnesses = Witnesses(audit, hub, credentials.ca_pem)
+        site_logs = SiteLogs(settings.state_folder / SITE_LOGS_FOLDER, hub)
         witnesses.start()
         stack.push_async_callback(witnesses.close)
         history = await asyncio.to_thread(TelemetryHistory, settings.state_folder / TELEMETRY_FOLDER)
         telemetry = TelemetryCollector(hub, history)
         telemetry.start()
         stack.push_async_callback(telemetry.close)
+        site_logs.start()
+        stack.push_async_callback(site_logs.close)
         stack.callback(hub.close)  # before the servers stop: agents are told, instead of cut off
         gateway = EntryGateway(door, lambda: tenants.directory, metrics)
         http = http_listener(create_app(gateway), settings.listeners.http, settings.identity.folder)
