@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mesh.errors import NoNodeNow
+from mesh.telemetry.metrics import Metrics
 from placement.entry.front_door import FrontDoor
 from placement.policy.book import PolicyBook
 from placement.policy.model import check_policy, parse_policy
@@ -21,7 +22,8 @@ class Site:
     def __init__(self, mesh: MemoryMesh, policy: str) -> None:
         mesh.book = PolicyBook.of([(TENANT, policy, 1)])
         self.age_s = 0.0
-        self.door = FrontDoor(replace(mesh.deps, policy_age_s=lambda: self.age_s))
+        metrics = Metrics(node_id="paris", role="edge")  # one door, one registry of figures
+        self.door = FrontDoor(replace(mesh.deps, policy_age_s=lambda: self.age_s, metrics=metrics))
 
 
 @pytest.mark.parametrize(("most", "age_s", "goes"), [
