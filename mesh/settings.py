@@ -19,10 +19,10 @@ from mesh.errors import InvalidRequest
 from mesh.node.serving_role import ServingRole
 
 __all__ = [
-    "Address", "Bootstrap", "ConsulTlsFiles", "CoreEngine", "CoreListeners", "CoreSettings", "EdgeEngine",
+    "Address", "Bootstrap", "ConsulTlsFiles", "CoreEngine", "CoreListeners", "CoreSettings", "Decision", "EdgeEngine",
     "EdgeListeners", "EdgeSettings", "Group", "Identity", "Log", "LogFormat", "LogLevel", "ModelFile",
-    "PlacementListeners", "PlacementPeer", "PlacementSettings", "RegistryKind", "RegistrySettings", "Systemd",
-    "Traces", "Uplink", "leaves", "load_settings", "to_yaml",
+    "PlacementListeners", "PlacementPeer", "PlacementSettings", "Receipts", "RegistryKind", "RegistrySettings",
+    "Systemd", "Traces", "Uplink", "leaves", "load_settings", "to_yaml",
 ]  # fmt: skip
 
 
@@ -163,6 +163,26 @@ class ModelFile(Group):
     """Name that clients use."""
     path: Path
     """GGUF file, or a Hugging Face folder (core only)."""
+
+
+class ScoreWeight(Group):
+    """How much one term of the cost counts."""
+
+    score: Name
+    """A score's name: time, price, late, harm, session, doubt, or one that is installed."""
+    weight: Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e6, allow_inf_nan=False)]
+    """Its weight; 0 leaves it out."""
+
+
+class Decision(Group):
+    """Where requests run: plug-ins of the decision (placement/decide/PLUGINS.md)."""
+
+    filters: tuple[Name, ...] = ()
+    """Filters beside the built-in ones, by the names they are installed under."""
+    weights: tuple[ScoreWeight, ...] = ()
+    """Weights that differ from the defaults, as a list of {score, weight}."""
+    pick: Name = "power_of_two"
+    """Which of the near-best is taken: power_of_two, uniform, best, or one that is installed."""
 
 
 class CoreEngine(Group):
@@ -315,6 +335,7 @@ class PlacementSettings(Process):
     uplink: Uplink = Uplink()
     stale_load_s: Seconds = 5.0
     """Load figures that are older count as busy."""
+    decision: Decision = Decision()
     bootstrap: Bootstrap | None = None
 
 
@@ -330,6 +351,17 @@ class CoreSettings(Process):
     engine: CoreEngine = CoreEngine()
 
 
+class Receipts(Group):
+    """The audit log of a site, which is also the spool of what the mesh has yet to hear. Nothing is ever dropped."""
+
+    most_unmerged_bytes: ByteCount = 256 << 20
+    """With so much waiting for the mesh, nothing new is taken."""
+    keep_merged_bytes: ByteCount = 64 << 20
+    """How much of what the mesh has is kept here too."""
+    keep_free_bytes: ByteCount = 32 << 20
+    """With less room on the disk nothing new is taken: what runs must find room for its receipts."""
+
+
 class EdgeSettings(Process):
     """`kvmesh edge`: one llama.cpp engine, the entry of its own site; dials out only."""
 
@@ -339,6 +371,12 @@ class EdgeSettings(Process):
     model: ModelFile
     listeners: EdgeListeners = EdgeListeners()
     engine: EdgeEngine = EdgeEngine()
+    receipts: Receipts = Receipts()
+    state_key: Path | None = None
+    """File of 32 random bytes or more that seals what this box keeps on its disk (key hashes, salts, policies,
+    receipts). It should not be on that disk: a systemd credential, bound to a TPM if there is one. Absent: nothing is
+    sealed."""
     uplink: Uplink = Uplink()
     stale_load_s: Seconds = 5.0
     """Load figures that are older count as busy."""
+    decision: Decision = Decision()

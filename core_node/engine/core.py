@@ -41,6 +41,7 @@ from mesh.node.engine import (
     RunSpec,
     Tokens,
 )
+from mesh.node.latency_model import LatencyModel
 from mesh.node.prefill_curve import PrefillCurve
 from mesh.node.sampling import Sampled
 from mesh.node.stop import TextStream
@@ -95,6 +96,7 @@ class EngineCore:
         self._speed = SpeedMeter()
         self._parts = StepParts()
         self._prefill_curve = PrefillCurve()
+        self._latency = LatencyModel()
         self._arrivals = 0
         self._reset()
 
@@ -255,6 +257,10 @@ class EngineCore:
             prompt_tokens_total=s.prompt_tokens_total,
             prefill_token_s=self._prefill_curve.token_s,
             prefill_growth_s=self._prefill_curve.growth_s,
+            curve=self._latency.curve,
+            context_tokens=sum(q.computed for q in s.running),
+            step_tokens=self._limits.max_step_tokens,
+            most_running=self._limits.max_running,
             steps_total=self._parts.steps,
             step_seconds_total=self._parts.total_s,
         )
@@ -301,6 +307,13 @@ class EngineCore:
         self._parts.end(COMPUTE)
         if len(chunks) == 1 and not work.decode_tokens:
             self._prefill_curve.add(chunks[0].start, chunks[0].n_tokens, duration_s)
+        self._latency.saw_step(
+            prefill_tokens=work.prefill_tokens,
+            prefill_attention=work.prefill_attention,
+            decode_rows=work.decode_tokens,
+            decode_context=work.decode_context,
+            duration_s=duration_s,
+        )
         self._speed.observe(duration_s=duration_s, prefill_tokens=work.prefill_tokens, decode_tokens=work.decode_tokens)
         if self._limits.tpot_target_s > 0:
             self._scheduler.step_time.observe(work, duration_s)

@@ -22,17 +22,19 @@ from grpc_health.v1 import health_pb2
 from edge_node.agent.kvtc_artifacts import FOLDER, ArtifactKeeper
 from edge_node.agent.site_config import SiteConfig
 from edge_node.agent.telemetry import TelemetrySampler
+from edge_node.agent.verified import VERIFIED_FILE, LastWord
 from edge_node.agent.world import EdgeWorld
 from edge_node.engine.engine import EdgeEngine
 from edge_node.engine.settings import EdgeEngineSettings
 from mesh import __version__
-from mesh.audit.log import AUDIT_FOLDER, AuditLog
+from mesh.audit.log import AUDIT_FOLDER, AuditLog, LogLimits
 from mesh.audit.witness import WitnessDesk
 from mesh.errors import NotImplementedHere, PayloadCorrupt, Unauthenticated
 from mesh.http.app import create_app
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
 from mesh.identity.principal import AccessRole, Principal
+from mesh.identity.sealing import StateKey
 from mesh.identity.signing import NodeIdentity
 from mesh.kv.profiling import codecs_beside
 from mesh.machine import usable_threads
@@ -65,12 +67,12 @@ from mesh.telemetry.metrics import Metrics
 from mesh.telemetry.spool import TelemetrySpool
 from mesh.telemetry.traces import configure_traces
 from mesh.v1 import admin_pb2, uplink_pb2
-from placement.decide.settings import DecideSettings
 from placement.entry.decisions import FrontDoorDeps
 from placement.entry.front_door import FrontDoor
 from placement.entry.gateway import EntryGateway
 from placement.entry.intake import served_model
 from placement.entry.mesh_view import ModelFacts, models_to_wire
+from placement.entry.plugins import decide_settings
 from placement.entry.public import http_listener, public_listener
 from placement.entry.relocator import Relocator
 from placement.entry.request_view import running_requests
@@ -78,6 +80,7 @@ from placement.policy.book import BookGuard
 
 log = get_logger(__name__)
 _GRPC_GRACE_S = 1.0
+_SEGMENT_BYTES = 4 << 20  # of the audit log: what was merged goes file by file
 _SITE_CONFIG_FILE = "site_config.bin"
 
 
@@ -96,7 +99,9 @@ async def serve(settings: EdgeSettings) -> None:
     await asyncio.to_thread(prepare_state_folder, settings.state_folder)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, tracer.close)
-        site = SiteConfig(settings.state_folder / _SITE_CONFIG_FILE)
+        key = await asyncio.to_thread(_state_key, settings)
+        site = SiteConfig(settings.state_folder / _SITE_CONFIG_FILE, None if key is None else key.sealer("site-config"))
+        word = await asyncio.to_thread(LastWord, settings.state_folder / VERIFIED_FILE)
         _load(site)
         model = await asyncio.to_thread(served_model, settings.model.id, settings.model.path)
         engine = EdgeEngine(_engine_settings(settings))
@@ -114,7 +119,7 @@ async def serve(settings: EdgeSettings) -> None:
         models = (ModelFacts.of(info, digest, (*beside, *await asyncio.to_thread(artifacts.load))),)
 
         guard = BookGuard(lambda: site.book)
-        audit = await asyncio.to_thread(AuditLog, settings.state_folder / AUDIT_FOLDER, identity)
+        audit = await asyncio.to_thread(_audit_log, settings, identity, key)
         stack.push_async_callback(audit.close)
         host = NodeHost(engine, identity, guard, place, legs=audit)
         stack.push_async_callback(host.close)
@@ -156,7 +161,8 @@ async def serve(settings: EdgeSettings) -> None:
                 salt=site.salt,
                 metrics=metrics,
                 receipts=audit,
-                settings=DecideSettings(busy_after_s=settings.stale_load_s),
+                settings=decide_settings(settings.decision, stale_load_s=settings.stale_load_s),
+                policy_age_s=lambda: word.age_s,
             )
         )
 
@@ -206,6 +212,8 @@ async def serve(settings: EdgeSettings) -> None:
 
         following = background_loop(lambda: artifacts.follow(world.nodes, lambda: world.models[0]), "kvtc_artifacts")
         stack.callback(following.cancel)
+        word.start(lambda: uplink.state)
+        stack.push_async_callback(word.close)
         announce_ready(
             settings.state_folder,
             node_id=place.node_id,
@@ -223,6 +231,28 @@ async def serve(settings: EdgeSettings) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_s):
                 await host.drain()
+
+
+def _state_key(settings: EdgeSettings) -> StateKey | None:
+    if settings.state_key is None:
+        log.warning("state_not_sealed", error="no state_key is set: who has the disk can read what the box keeps on it")
+        return None
+    return StateKey.load(settings.state_key)
+
+
+def _audit_log(settings: EdgeSettings, identity: NodeIdentity, key: StateKey | None) -> AuditLog:
+    receipts = settings.receipts
+    return AuditLog(
+        settings.state_folder / AUDIT_FOLDER,
+        identity,
+        limits=LogLimits(
+            segment_bytes=_SEGMENT_BYTES,
+            most_unmerged_bytes=receipts.most_unmerged_bytes,
+            keep_merged_bytes=receipts.keep_merged_bytes,
+            keep_free_bytes=receipts.keep_free_bytes,
+        ),
+        sealer=None if key is None else key.sealer("audit"),
+    )
 
 
 def _load(site: SiteConfig) -> None:
@@ -301,6 +331,9 @@ class _Pushes:
         if kind == "witness":
             answer = await self._desk.answer(command.witness)
             return uplink_pb2.CommandResult(command_id=command.command_id, witness=answer)
+        if kind == "audit":
+            entries = await self._desk.entries(command.audit)
+            return uplink_pb2.CommandResult(command_id=command.command_id, audit=entries)
         if kind == "attend":
             self._attendant.attend(command.attend.ticket)
             return uplink_pb2.CommandResult(command_id=command.command_id)

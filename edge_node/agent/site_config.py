@@ -1,8 +1,9 @@
 """What a site needs to serve its own clients while it is cut off: policies, key hashes, salts; kept on disk.
 
-Written whole and atomically, mode 0600. A file that cannot be read is not used: without keys the agent refuses every
-request (fail closed) until placement pushes a configuration. One that cannot be kept (full disk) is in force all the
-same: a revoked key or a stricter policy must not wait for an operator to free some space.
+Written whole and atomically, mode 0600, sealed where the box has a state key. A file that cannot be read is not used:
+without keys the agent refuses every request (fail closed) until placement pushes a configuration. One that cannot be
+kept (full disk) is in force all the same: a revoked key or a stricter policy must not wait for an operator to free
+some space.
 
 A placement service that has not heard the registry's news must not take a site back: within one epoch a policy, or the
 directory of tenants and keys, that is older than what is in force is left, and so is one that is not told of although
@@ -19,6 +20,7 @@ from google.protobuf.message import DecodeError
 from mesh.errors import MeshError, PayloadCorrupt
 from mesh.identity.files import write_private
 from mesh.identity.principal import AccessRole
+from mesh.identity.sealing import Sealer, is_sealed
 from mesh.identity.tenants import KeyRecord, TenantDirectory, TenantRecord, role_from_name
 from mesh.telemetry.log import get_logger
 from mesh.v1 import uplink_pb2
@@ -26,13 +28,15 @@ from placement.entry.salts import derive_salt
 from placement.policy.book import PolicyBook
 
 log = get_logger(__name__)
+_NAME = "site configuration"
 
 
 class SiteConfig:
     """The configuration in force, as immutable views that are replaced as a whole."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, sealer: Sealer | None = None) -> None:
         self._file = file
+        self._sealer = sealer
         self._message = uplink_pb2.SiteConfig()
         self._taking = threading.Lock()
         self.version = 0
@@ -42,7 +46,7 @@ class SiteConfig:
     def load(self) -> bool:
         """Take what was kept, if anything was. Raises PayloadCorrupt on a damaged file."""
         try:
-            self._use(uplink_pb2.SiteConfig.FromString(self._file.read_bytes()))
+            self._use(uplink_pb2.SiteConfig.FromString(self._opened(self._file.read_bytes())))
         except FileNotFoundError:
             return False
         except (DecodeError, OSError, MeshError) as exc:
@@ -59,9 +63,18 @@ class SiteConfig:
             message = newest(self._message, message)
             self._use(message)
             try:
-                write_private(self._file, message.SerializeToString(deterministic=True))
+                data = message.SerializeToString(deterministic=True)
+                write_private(self._file, data if self._sealer is None else self._sealer.seal(data, _NAME))
             except MeshError as error:
                 log.error("site_config_not_kept", reason=error.reason, error=error.message)
+
+    def _opened(self, data: bytes) -> bytes:
+        """As it was written before a key was given, or sealed with it. Raises PayloadCorrupt."""
+        if not is_sealed(data):
+            return data
+        if self._sealer is None:
+            raise PayloadCorrupt("it is sealed, and no state key is given")
+        return self._sealer.open(data, _NAME)
 
     def salt(self, tenant: str, label: str, model: str) -> bytes:
         """Cache namespace of a tenant's data. Raises PolicyDenied for a tenant this site does not serve."""

@@ -21,6 +21,7 @@ from mesh.v1 import admin_pb2 as admin
 from placement.decide.settings import DEFAULTS
 from placement.decide.types import Snapshot
 from placement.entry.mesh_view import ModelFacts, NodeFacts, NodeState, build_snapshot, from_wire, to_wire
+from placement.entry.notes import Notes
 from placement.entry.peers import Dial, Peers
 from placement.entry.snapshot_table import SnapshotTable
 
@@ -144,6 +145,10 @@ class EdgeWorld:
         if guest is not None and self._relay is not None and node_id not in self._others:
             return RelayPort(guest.place, self._relay)
         return self._peers.port(node_id)
+
+    @property
+    def notes(self) -> Notes:
+        return self._table.notes
 
     def saw_transfer(self, source_node_id: str, target_node_id: str, report: KvReport) -> None:
         ends = (source_node_id, target_node_id)

@@ -19,6 +19,7 @@ from edge_node.engine.schedule import RunState, may_admit, plan_step, step_budge
 from edge_node.engine.speed import SpeedMeter
 from mesh.errors import Internal, MeshError, Overloaded
 from mesh.node.engine import EngineLoad, Prefilled, SelfTest, Tokens
+from mesh.node.latency_model import LatencyModel
 from mesh.node.prefill_curve import PrefillCurve
 
 _MAX_FAILURES_IN_A_ROW: Final = 3
@@ -53,6 +54,7 @@ class EngineCore:
         self.kv = KvAccess(self.book, self._store, limits)
         self._prefill_speed, self._decode_speed = SpeedMeter(), SpeedMeter()
         self._prefill_curve = PrefillCurve()
+        self._latency = LatencyModel()
         self._preempted_in_last_step = False
         self._failures_in_a_row = 0
         self._preempted_total = self._cached_total = self._prompt_total = 0
@@ -169,6 +171,14 @@ class EngineCore:
 
     def _measure(self, work: list[tuple[Run, int]], seconds: float) -> None:
         prefill = sum(n_tokens for run, n_tokens in work if n_tokens > 1 or not run.prefilled)
+        decoding = [run for run, n_tokens in work if n_tokens == 1 and run.prefilled]
+        self._latency.saw_step(
+            prefill_tokens=prefill,
+            prefill_attention=sum(n * run.computed + n * (n + 1) / 2 for run, n in work if n > 1 or not run.prefilled),
+            decode_rows=len(decoding),
+            decode_context=sum(run.computed + 1 for run in decoding),
+            duration_s=seconds,
+        )
         if prefill == 0:
             self._decode_speed.add(1, seconds)
         elif prefill >= _MEASURED_CHUNK_TOKENS:
@@ -222,6 +232,10 @@ class EngineCore:
             prompt_tokens_total=self._prompt_total,
             prefill_token_s=self._prefill_curve.token_s,
             prefill_growth_s=self._prefill_curve.growth_s,
+            curve=self._latency.curve,
+            context_tokens=sum(r.computed for r in book.running),
+            step_tokens=self._limits.max_step_tokens,
+            most_running=self._limits.max_running,
         )
 
     def self_test(self) -> SelfTest:

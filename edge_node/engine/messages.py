@@ -31,6 +31,7 @@ from mesh.node.engine import (
     SelfTest,
     Tokens,
 )
+from mesh.node.latency_model import LatencyCurve
 from mesh.node.sampling import SamplingParams
 
 MAX_FRAME_BYTES: Final = 64 << 20
@@ -219,7 +220,7 @@ _CLASSES: Final[dict[str, type[Any]]] = {
     for cls in (
         *(Start, Submit, Cancel, Call, Ready, Event, Reply, Failure),
         *typing.get_args(Request),
-        *(RunSpec, ImportSpec, SamplingParams, EngineLoad, SelfTest, Prefilled, Tokens, Finished, Held),
+        *(RunSpec, ImportSpec, SamplingParams, EngineLoad, LatencyCurve, SelfTest, Prefilled, Tokens, Finished, Held),
     )
 }
 

@@ -14,8 +14,10 @@ from rich.table import Table
 from mesh.audit.query import Filter, StayedAt, select, select_legs, stayed_at
 from mesh.audit.verify import LoggedLeg, LogReport, verify_logs
 from mesh.errors import InvalidRequest
+from mesh.identity.sealing import StateKey
 
 Folders = Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders of audit logs, e.g. STATE/audit.")]
+KeyFile = Annotated[Path | None, typer.Option("--state-key", metavar="FILE", help="Of the box, for a sealed log.")]
 CaFile = Annotated[Path, typer.Option("--ca", metavar="FILE", help="The mesh's ca_cert.pem.")]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 _NOT_PROVEN = 1
@@ -27,9 +29,9 @@ def register(app: typer.Typer) -> None:
     app.add_typer(audit, name="audit")
 
     @audit.command("verify")
-    def verify(folders: Folders, ca: CaFile, as_json: Json = False) -> None:
+    def verify(folders: Folders, ca: CaFile, state_key: KeyFile = None, as_json: Json = False) -> None:
         """Check chains, signatures, and that no log lost its end. Exit code 1 if anything is wrong."""
-        reports = _read(folders, ca)
+        reports = _read(folders, ca, state_key)
         if as_json:
             print(json.dumps([_report(r) for r in reports], indent=2))
         else:
@@ -53,6 +55,7 @@ def register(app: typer.Typer) -> None:
         stayed: Annotated[str, typer.Option("--stayed-at", metavar="SITE", help="Prove that none left it.")] = "",
         entry_site: Annotated[str, typer.Option("--entry-site", help="Only of this site's entries.")] = "",
         legs: Annotated[bool, typer.Option("--legs", help="What nodes kept of their own work, not receipts.")] = False,
+        state_key: KeyFile = None,
         as_json: Json = False,
     ) -> None:
         """List receipts, or with --legs the nodes' own records.
@@ -68,7 +71,7 @@ def register(app: typer.Typer) -> None:
             since_unix_s=_time(since, "--from"),
             until_unix_s=_time(until, "--to"),
         )
-        reports = _read(folders, ca)
+        reports = _read(folders, ca, state_key)
         if stayed:
             answer = stayed_at(reports, wanted, stayed)
             _show_answer(answer, stayed, as_json=as_json)
@@ -80,19 +83,20 @@ def register(app: typer.Typer) -> None:
         _show_rows(rows, as_json=as_json)
 
     @audit.command("export")
-    def export(folders: Folders, ca: CaFile) -> None:
+    def export(folders: Folders, ca: CaFile, state_key: KeyFile = None) -> None:
         """All verified receipts, one JSON object a line, to standard output."""
-        for report, seq, receipt in select(_read(folders, ca), Filter()):
+        for report, seq, receipt in select(_read(folders, ca, state_key), Filter()):
             legs = [{"node": place.uri, **leg} for leg, place in receipt.legs]
             print(json.dumps({"log": report.node, "seq": seq, "receipt": receipt.body, "legs": legs}))
 
 
-def _read(folders: list[Path], ca: Path) -> list[LogReport]:
+def _read(folders: list[Path], ca: Path, state_key: Path | None) -> list[LogReport]:
     try:
         ca_pem = ca.read_bytes()
     except OSError as exc:
         raise InvalidRequest(f"cannot read {ca}: {exc.strerror}", field="--ca") from exc
-    return verify_logs(folders, ca_pem)
+    sealer = None if state_key is None else StateKey.load(state_key).sealer("audit")
+    return verify_logs(folders, ca_pem, sealer)
 
 
 def _time(text: str, flag: str) -> float | None:

@@ -17,11 +17,13 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from mesh.audit.chain import MAX_LINE_BYTES, Entry, EntryKind, Head, head_of_body, read_line
-from mesh.audit.log import record_from_json, segments
+from mesh.audit.chain import Entry, EntryKind, Head, head_of_body, read_line
+from mesh.audit.log import record_from_json
+from mesh.audit.segments import read_lines, segments
 from mesh.errors import InvalidRequest, MeshError, PayloadCorrupt
 from mesh.identity.place import Place
 from mesh.identity.receipt import VerifiedReceipt, verify_receipt
+from mesh.identity.sealing import Sealer
 from mesh.identity.signing import canonical_json, verify_record
 from mesh.v1 import common_pb2 as common
 
@@ -77,9 +79,10 @@ class LogReport:
         return not self.problems
 
 
-def verify_logs(folders: Iterable[Path], ca_pem: bytes) -> list[LogReport]:
-    """Each log by itself, then what they say of one another. Raises InvalidRequest for a folder without a log."""
-    reports = [verify_log(folder, ca_pem) for folder in folders]
+def verify_logs(folders: Iterable[Path], ca_pem: bytes, sealer: Sealer | None = None) -> list[LogReport]:
+    """Each log by itself, then what they say of one another. `sealer`: of the box whose sealed log is among them.
+    Raises InvalidRequest for a folder without a log, PayloadCorrupt for a sealed one without its key."""
+    reports = [verify_log(folder, ca_pem, sealer) for folder in folders]
     by_node: dict[str, list[LogReport]] = {}
     for report in reports:
         by_node.setdefault(report.node, []).append(report)
@@ -95,10 +98,10 @@ def verify_logs(folders: Iterable[Path], ca_pem: bytes) -> list[LogReport]:
     return reports
 
 
-def verify_log(folder: Path, ca_pem: bytes) -> LogReport:
+def verify_log(folder: Path, ca_pem: bytes, sealer: Sealer | None = None) -> LogReport:
     """One log. Stops at the first entry that breaks the chain; wrong receipts and heads are listed and passed."""
     report, before = LogReport(folder=folder), None
-    for line in _lines(folder):
+    for line in _lines(folder, sealer):
         try:
             entry = read_line(before, line)
         except PayloadCorrupt as error:
@@ -112,14 +115,17 @@ def verify_log(folder: Path, ca_pem: bytes) -> LogReport:
     return report
 
 
-def _lines(folder: Path) -> Iterator[bytes]:
+def _lines(folder: Path, sealer: Sealer | None) -> Iterator[bytes]:
     files = segments(folder)
     if not files:
         raise InvalidRequest(f"no audit log in {folder}", field="folder")
     for path in files:
-        with path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                yield line
+        read_bytes = 0
+        for line, after in read_lines(path, sealer):
+            yield line
+            read_bytes = after
+        if read_bytes < path.stat().st_size:
+            yield b""  # something is there that is no whole line
 
 
 def _take(report: LogReport, entry: Entry, ca_pem: bytes) -> None:

@@ -1,6 +1,9 @@
-"""Two nodes keep the heads of each other's audit logs. The asker is the placement service, over the uplink."""
+"""Two nodes keep the heads of each other's audit logs, and placement a copy of each site's. The asker is the placement
+service, over the uplink."""
 
 from __future__ import annotations
+
+import asyncio
 
 from mesh.audit.chain import Head, head_of_body
 from mesh.audit.log import AuditLog
@@ -9,6 +12,8 @@ from mesh.identity.receipt import record_from_wire, record_to_wire
 from mesh.identity.signing import verify_record
 from mesh.v1 import common_pb2 as common
 from mesh.v1 import uplink_pb2
+
+MAX_ANSWER_BYTES = 4 << 20
 
 
 class WitnessDesk:
@@ -48,3 +53,15 @@ class WitnessDesk:
             raise PayloadCorrupt(f"a head of {node[:200]}, sent by {place.uri}")
         await self._log.append_witness(record)
         return head
+
+    async def entries(self, fetch: uplink_pb2.AuditFetch) -> uplink_pb2.AuditEntries:
+        """Entries for a copy of our log. The asker keeps what is before the first one that it wants, so that may be
+        let go. To one that does not know this log only its name is told. Raises PayloadCorrupt for what was let go."""
+        head = self._log.head
+        answer = uplink_pb2.AuditEntries(chain=head.chain, head_seq=head.seq)
+        if fetch.chain == head.chain:
+            if fetch.from_seq:
+                await asyncio.to_thread(self._log.merged, fetch.from_seq - 1)
+            most = min(fetch.max_bytes, MAX_ANSWER_BYTES)
+            answer.lines.extend(await asyncio.to_thread(self._log.read, fetch.from_seq, most))
+        return answer

@@ -79,6 +79,9 @@ class LocalPlan:
     consul: HostPort | None = None
     core_node: HostPort = _LOOPBACK  # node listener of the one core node ...
     core_advertise: HostPort | None = None  # ... and where others reach it, if a link lies in between
+    placement_node: HostPort = _LOOPBACK  # node listener of placement ...
+    edge_placement: HostPort | None = None  # ... and where edges reach it, if a link lies in between
+    edge_engine: EdgeEngine | None = None  # all of an edge engine's settings, instead of the ones chosen here
 
     def __post_init__(self) -> None:
         if not 0 <= self.cores <= 64:
@@ -123,7 +126,9 @@ class LocalPlan:
                 drain_s=_DRAIN_S,
                 models=(model,),
                 listeners=PlacementListeners(
-                    public=_LOOPBACK.with_port(self.grpc_port), http=_LOOPBACK.with_port(self.http_port), node=_LOOPBACK
+                    public=_LOOPBACK.with_port(self.grpc_port),
+                    http=_LOOPBACK.with_port(self.http_port),
+                    node=self.placement_node,
                 ),
                 bootstrap=Bootstrap(tenant=TENANT, keys_file=self.keys_file),
             )
@@ -138,8 +143,8 @@ class LocalPlan:
             )  # fmt: skip
         return EdgeSettings(
             identity=identity, state_folder=folder / "state", registry=registry, drain_s=_DRAIN_S,
-            placement=peer, model=model,
-            engine=EdgeEngine(n_threads=self.edge_threads, n_ctx_tokens=EDGE_CONTEXT_TOKENS),
+            placement=PlacementPeer(address=self.edge_placement or placement, node_id=PLACEMENT_ID), model=model,
+            engine=self.edge_engine or EdgeEngine(n_threads=self.edge_threads, n_ctx_tokens=EDGE_CONTEXT_TOKENS),
         )  # fmt: skip
 
 

@@ -138,6 +138,13 @@ class LocalMesh:
         self._expected_to_end.add(node_id)
         await self._process(node_id).kill()
 
+    async def start_again(self, node_id: str) -> Mapping[str, Any]:
+        """Start a process that was killed, from the settings and state that it had; returns what it announces. Raises
+        UnknownNode, or NodeUnreachable if it does not start."""
+        facts = await self._process(node_id).start()
+        self._expected_to_end.discard(node_id)
+        return facts
+
     async def stop(self) -> None:
         """Drain all: nodes first, together; placement, which they report to, last. Idempotent."""
         self._expected_to_end.update(self._processes)

@@ -22,6 +22,7 @@ from typing import NewType, Protocol
 
 from mesh.kv.geometry import KvDtype, KvGeometry
 from mesh.kv.slab import KvSlab
+from mesh.node.latency_model import UNKNOWN, LatencyCurve
 from mesh.node.sampling import SamplingParams
 
 RunId = NewType("RunId", str)
@@ -74,6 +75,10 @@ class EngineLoad:
     prompt_tokens_total: int = 0
     prefill_token_s: float = 0.0  # of a token at position 0; 0.0: not measured
     prefill_growth_s: float = 0.0  # and more for each position before it
+    curve: LatencyCurve = UNKNOWN  # how long its steps take, as fitted to them
+    context_tokens: int = 0  # positions that the running sequences attend to
+    step_tokens: int = 0  # most tokens of a step; 0: not told
+    most_running: int = 0  # most sequences at once; 0: not told
     steps_total: int = 0
     step_seconds_total: tuple[tuple[str, float], ...] = ()  # pairs (part of a step, its seconds in all)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import grpc.aio
 
@@ -28,6 +30,7 @@ class GrpcPort:
     def __init__(self, channel: grpc.aio.Channel, peer: Peer) -> None:
         self._stub = node_pb2_grpc.NodeStub(channel)
         self._peer = peer
+        self._heard_s: dict[Any, float] = {}  # open runs: when each last said something, monotonic
 
     @property
     def place(self) -> Place:
@@ -41,16 +44,27 @@ class GrpcPort:
         """See NodePort.run."""
         node = self._peer.place.node_id
         call = self._stub.Run(node_pb2.RunRequest(order=order_to_wire(order)))
+        self._heard_s[call] = time.monotonic()
         try:
             with translate_rpc_errors(node):
                 async for response in call:
+                    self._heard_s[call] = time.monotonic()
                     event = event_from_wire(response.event)
                     yield event
                     if isinstance(event, PortFinished | PortHeld):
                         return
             raise NodeUnreachable(f"node {node} ended a run without its outcome", node=node)
         finally:
+            del self._heard_s[call]
             call.cancel()
+
+    def break_silent(self, since_s: float) -> int:
+        """The node does not answer: end the runs that have said nothing since then (monotonic), as a closed link would.
+        Returns how many."""
+        silent = [call for call, heard_s in self._heard_s.items() if heard_s < since_s]
+        for call in silent:
+            call.cancel()
+        return len(silent)
 
     async def move_kv(self, order: KvOrder) -> KvReport:
         """See NodePort.move_kv: the node is ordered to dial the peer. Cancelling the call cancels the move there."""

@@ -13,6 +13,7 @@ from mesh.identity.place import Place, Role, Tier
 from mesh.identity.receipt import record_from_wire, record_to_wire
 from mesh.node import wire_bounds as bounds
 from mesh.node.engine import EngineLoad, FinishReason, RunId
+from mesh.node.latency_model import LatencyCurve
 from mesh.node.port import (
     PortEvent,
     PortFinished,
@@ -31,6 +32,8 @@ _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
+MAX_CONTEXT_TOKENS = 1 << 40
+"""More than any node can hold."""
 _REASONS_BACK = {wire: reason for reason, wire in _REASONS.items()}
 _SAMPLING_SET = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
@@ -254,6 +257,7 @@ def load_to_wire(load: EngineLoad, *, draining: bool, role: ServingRole = Servin
         role=role.value,
         prefill_token_s=load.prefill_token_s,
         prefill_growth_s=load.prefill_growth_s,
+        fit=fit_to_wire(load),
     )
 
 
@@ -269,4 +273,41 @@ def load_from_wire(message: node_pb2.NodeLoad) -> EngineLoad:
         decode_tokens_per_s=bounds.not_negative("decode_tokens_per_s", message.decode_tokens_per_s),
         prefill_token_s=bounds.not_negative("prefill_token_s", message.prefill_token_s),
         prefill_growth_s=bounds.not_negative("prefill_growth_s", message.prefill_growth_s),
+        curve=curve_from_wire(message.fit),
+        context_tokens=min(message.fit.context_tokens, MAX_CONTEXT_TOKENS),
+        step_tokens=message.fit.step_tokens,
+        most_running=message.fit.most_running,
+    )
+
+
+def fit_to_wire(load: EngineLoad) -> common_pb2.LatencyFit:
+    """The fit of an engine's steps, and what is in them."""
+    return common_pb2.LatencyFit(
+        prefill_base_s=load.curve.prefill_base_s,
+        prefill_token_s=load.curve.prefill_token_s,
+        prefill_growth_s=load.curve.prefill_growth_s,
+        decode_base_s=load.curve.decode_base_s,
+        decode_row_s=load.curve.decode_row_s,
+        decode_context_s=load.curve.decode_context_s,
+        error_ratio=load.curve.error_ratio,
+        context_tokens=load.context_tokens,
+        step_tokens=load.step_tokens,
+        most_running=load.most_running,
+    )
+
+
+def curve_from_wire(message: common_pb2.LatencyFit) -> LatencyCurve:
+    """Inverse of the first part. Raises InvalidRequest for figures that cannot be; an absent fit knows nothing."""
+
+    def seconds(name: str) -> float:
+        return bounds.not_negative(f"fit.{name}", getattr(message, name))
+
+    return LatencyCurve(
+        prefill_base_s=seconds("prefill_base_s"),
+        prefill_token_s=seconds("prefill_token_s"),
+        prefill_growth_s=seconds("prefill_growth_s"),
+        decode_base_s=seconds("decode_base_s"),
+        decode_row_s=seconds("decode_row_s"),
+        decode_context_s=seconds("decode_context_s"),
+        error_ratio=seconds("error_ratio") or 1.0,
     )

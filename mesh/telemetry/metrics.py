@@ -6,9 +6,13 @@ read when Prometheus asks, not counted a second time.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from statistics import median
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -36,6 +40,8 @@ from mesh.node.host_counters import HostStatistics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_ERROR_RATIOS = (0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0, 5.0)
+_MEDIAN_OF = 256
 _REASONS = frozenset({"OK", *(error.reason for error in walk() if error is not MeshError)})
 
 
@@ -70,6 +76,14 @@ class RequestTotals:
     generated_tokens: int = 0
 
 
+class PredictedTime(Enum):
+    """What placement predicts of a request, as label values."""
+
+    TTFT = "ttft"
+    TPOT = "tpot"
+    TOTAL = "total"
+
+
 class Metrics:
     """The metrics of one process and their text form."""
 
@@ -99,6 +113,33 @@ class Metrics:
             buckets=_LATENCY_S,
             registry=self.registry,
         )
+
+        self._prediction = Histogram(
+            "kvmesh_prediction_error_ratio",
+            "How far a predicted time was off, as a share of the measured one",
+            ("time",),
+            buckets=_ERROR_RATIOS,
+            registry=self.registry,
+        )
+        self._error_ratios: dict[PredictedTime, deque[float]] = {t: deque(maxlen=_MEDIAN_OF) for t in PredictedTime}
+        middle = Gauge(
+            "kvmesh_prediction_error_median_ratio",
+            f"The median of the last {_MEDIAN_OF} of them; not a number before the first",
+            ("time",),
+            registry=self.registry,
+        )
+        for kind in PredictedTime:
+            middle.labels(kind.value).set_function(partial(self.median_error, kind))
+
+    def predicted(self, kind: PredictedTime, error_ratio: float) -> None:
+        """Count how far a prediction was off: |measured - predicted| / measured."""
+        self._prediction.labels(kind.value).observe(error_ratio)
+        self._error_ratios[kind].append(error_ratio)
+
+    def median_error(self, kind: PredictedTime) -> float:
+        """Median of the last errors; NaN before the first."""
+        ratios = self._error_ratios[kind]
+        return median(ratios) if ratios else math.nan
 
     def request_ended(
         self,

@@ -1,3 +1,4 @@
+from mesh.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -203,7 +204,7 @@ class RevokeKeyResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeView(_message.Message):
-    __slots__ = ("node_id", "tier", "site", "region", "jurisdiction", "state", "address", "models", "running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "age_s", "rtt_s", "goodput_bytes_per_s", "draining", "role", "prefill_token_s", "prefill_growth_s", "models_as_before")
+    __slots__ = ("node_id", "tier", "site", "region", "jurisdiction", "state", "address", "models", "running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "age_s", "rtt_s", "goodput_bytes_per_s", "draining", "role", "prefill_token_s", "prefill_growth_s", "fit", "models_as_before")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +227,7 @@ class NodeView(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_GROWTH_S_FIELD_NUMBER: _ClassVar[int]
+    FIT_FIELD_NUMBER: _ClassVar[int]
     MODELS_AS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     tier: str
@@ -249,8 +251,9 @@ class NodeView(_message.Message):
     role: str
     prefill_token_s: float
     prefill_growth_s: float
+    fit: _common_pb2.LatencyFit
     models_as_before: bool
-    def __init__(self, node_id: _Optional[str] = ..., tier: _Optional[str] = ..., site: _Optional[str] = ..., region: _Optional[str] = ..., jurisdiction: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[NodeModel, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., age_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., role: _Optional[str] = ..., prefill_token_s: _Optional[float] = ..., prefill_growth_s: _Optional[float] = ..., models_as_before: _Optional[bool] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., tier: _Optional[str] = ..., site: _Optional[str] = ..., region: _Optional[str] = ..., jurisdiction: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., models: _Optional[_Iterable[_Union[NodeModel, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., age_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., goodput_bytes_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., role: _Optional[str] = ..., prefill_token_s: _Optional[float] = ..., prefill_growth_s: _Optional[float] = ..., fit: _Optional[_Union[_common_pb2.LatencyFit, _Mapping]] = ..., models_as_before: _Optional[bool] = ...) -> None: ...
 
 class NodeModel(_message.Message):
     __slots__ = ("id", "weights_dtype", "max_context_tokens", "layout_hash", "weights_lineage", "digest", "kv_bytes_per_token", "codecs")

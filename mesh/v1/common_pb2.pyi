@@ -117,3 +117,27 @@ class Receipt(_message.Message):
     record: SignedRecord
     legs: _containers.RepeatedCompositeFieldContainer[SignedRecord]
     def __init__(self, record: _Optional[_Union[SignedRecord, _Mapping]] = ..., legs: _Optional[_Iterable[_Union[SignedRecord, _Mapping]]] = ...) -> None: ...
+
+class LatencyFit(_message.Message):
+    __slots__ = ("prefill_base_s", "prefill_token_s", "prefill_growth_s", "decode_base_s", "decode_row_s", "decode_context_s", "error_ratio", "context_tokens", "step_tokens", "most_running")
+    PREFILL_BASE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_GROWTH_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BASE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ROW_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_RATIO_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MOST_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    prefill_base_s: float
+    prefill_token_s: float
+    prefill_growth_s: float
+    decode_base_s: float
+    decode_row_s: float
+    decode_context_s: float
+    error_ratio: float
+    context_tokens: int
+    step_tokens: int
+    most_running: int
+    def __init__(self, prefill_base_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_growth_s: _Optional[float] = ..., decode_base_s: _Optional[float] = ..., decode_row_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ..., error_ratio: _Optional[float] = ..., context_tokens: _Optional[int] = ..., step_tokens: _Optional[int] = ..., most_running: _Optional[int] = ...) -> None: ...

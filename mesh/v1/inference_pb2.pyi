@@ -154,7 +154,7 @@ class LabelFinding(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("shape", "legs", "fallbacks", "candidates", "refused", "rule", "predicted_ttft_s", "predicted_total_s", "shipping", "why")
+    __slots__ = ("shape", "legs", "fallbacks", "candidates", "refused", "rule", "predicted_ttft_s", "predicted_total_s", "shipping", "why", "predicted_tpot_s", "error_ratio")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     LEGS_FIELD_NUMBER: _ClassVar[int]
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,8 @@ class Plan(_message.Message):
     PREDICTED_TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     SHIPPING_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_RATIO_FIELD_NUMBER: _ClassVar[int]
     shape: PlanShape
     legs: _containers.RepeatedCompositeFieldContainer[PlanLeg]
     fallbacks: _containers.RepeatedCompositeFieldContainer[Plan]
@@ -175,7 +177,9 @@ class Plan(_message.Message):
     predicted_total_s: float
     shipping: _containers.RepeatedCompositeFieldContainer[ShipOption]
     why: str
-    def __init__(self, shape: _Optional[_Union[PlanShape, str]] = ..., legs: _Optional[_Iterable[_Union[PlanLeg, _Mapping]]] = ..., fallbacks: _Optional[_Iterable[_Union[Plan, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedCount, _Mapping]]] = ..., rule: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_total_s: _Optional[float] = ..., shipping: _Optional[_Iterable[_Union[ShipOption, _Mapping]]] = ..., why: _Optional[str] = ...) -> None: ...
+    predicted_tpot_s: float
+    error_ratio: float
+    def __init__(self, shape: _Optional[_Union[PlanShape, str]] = ..., legs: _Optional[_Iterable[_Union[PlanLeg, _Mapping]]] = ..., fallbacks: _Optional[_Iterable[_Union[Plan, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[RefusedCount, _Mapping]]] = ..., rule: _Optional[str] = ..., predicted_ttft_s: _Optional[float] = ..., predicted_total_s: _Optional[float] = ..., shipping: _Optional[_Iterable[_Union[ShipOption, _Mapping]]] = ..., why: _Optional[str] = ..., predicted_tpot_s: _Optional[float] = ..., error_ratio: _Optional[float] = ...) -> None: ...
 
 class ShipOption(_message.Message):
     __slots__ = ("codec", "own_tokens", "ttft_s", "refused")
@@ -204,7 +208,7 @@ class PlanLeg(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., node_id: _Optional[str] = ..., site: _Optional[str] = ..., codec: _Optional[str] = ..., own_tokens: _Optional[int] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("shape", "prefill_node_id", "decode_node_id", "cost_s", "ttft_s", "total_s", "codec", "own_tokens")
+    __slots__ = ("shape", "prefill_node_id", "decode_node_id", "cost_s", "ttft_s", "total_s", "codec", "own_tokens", "tpot_s", "error_ratio")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +217,8 @@ class Candidate(_message.Message):
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     OWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_RATIO_FIELD_NUMBER: _ClassVar[int]
     shape: PlanShape
     prefill_node_id: str
     decode_node_id: str
@@ -221,7 +227,9 @@ class Candidate(_message.Message):
     total_s: float
     codec: str
     own_tokens: int
-    def __init__(self, shape: _Optional[_Union[PlanShape, str]] = ..., prefill_node_id: _Optional[str] = ..., decode_node_id: _Optional[str] = ..., cost_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., codec: _Optional[str] = ..., own_tokens: _Optional[int] = ...) -> None: ...
+    tpot_s: float
+    error_ratio: float
+    def __init__(self, shape: _Optional[_Union[PlanShape, str]] = ..., prefill_node_id: _Optional[str] = ..., decode_node_id: _Optional[str] = ..., cost_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., codec: _Optional[str] = ..., own_tokens: _Optional[int] = ..., tpot_s: _Optional[float] = ..., error_ratio: _Optional[float] = ...) -> None: ...
 
 class RefusedCount(_message.Message):
     __slots__ = ("reason", "count", "node_ids")

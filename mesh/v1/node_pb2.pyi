@@ -393,7 +393,7 @@ class WatchLoadResponse(_message.Message):
     def __init__(self, load: _Optional[_Union[NodeLoad, _Mapping]] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "draining", "role", "prefill_token_s", "prefill_growth_s")
+    __slots__ = ("running", "waiting", "waiting_prefill_tokens", "kv_used_tokens", "kv_capacity_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "draining", "role", "prefill_token_s", "prefill_growth_s", "fit")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -405,6 +405,7 @@ class NodeLoad(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_GROWTH_S_FIELD_NUMBER: _ClassVar[int]
+    FIT_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_prefill_tokens: int
@@ -416,7 +417,8 @@ class NodeLoad(_message.Message):
     role: str
     prefill_token_s: float
     prefill_growth_s: float
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., role: _Optional[str] = ..., prefill_token_s: _Optional[float] = ..., prefill_growth_s: _Optional[float] = ...) -> None: ...
+    fit: _common_pb2.LatencyFit
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., role: _Optional[str] = ..., prefill_token_s: _Optional[float] = ..., prefill_growth_s: _Optional[float] = ..., fit: _Optional[_Union[_common_pb2.LatencyFit, _Mapping]] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
     __slots__ = ("role",)

@@ -26,7 +26,7 @@ from mesh.v1 import common_pb2 as mesh_dot_v1_dot_common__pb2
 from mesh.v1 import inference_pb2 as mesh_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15mesh/v1/sibling.proto\x12\x07mesh.v1\x1a\x14mesh/v1/common.proto\x1a\x17mesh/v1/inference.proto\"\xcb\x01\n\x0cShareRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12&\n\tin_flight\x18\x02 \x01(\x0b\x32\x11.mesh.v1.InFlightH\x00\x12(\n\x06opened\x18\x03 \x01(\x0b\x32\x16.mesh.v1.CopiedRequestH\x00\x12)\n\x07\x65ntries\x18\x04 \x01(\x0b\x32\x16.mesh.v1.CopiedEntriesH\x00\x12!\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x12.mesh.v1.CopiedEndH\x00\x42\t\n\x07message\"G\n\rShareResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66ollowed\x18\x03 \x01(\x08\"-\n\x08InFlight\x12!\n\x07\x64\x65\x63ided\x18\x01 \x03(\x0b\x32\x10.mesh.v1.Decided\"A\n\x07\x44\x65\x63ided\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\r\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x02\"\x90\x01\n\rCopiedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12)\n\x07request\x18\x04 \x01(\x0b\x32\x18.mesh.v1.GenerateRequest\x12\r\n\x05label\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"J\n\rCopiedEntries\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x14.mesh.v1.CopiedEntry\"i\n\x0b\x43opiedEntry\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x14.mesh.v1.CopiedTokenH\x00\x12*\n\x05\x65vent\x18\x02 \x01(\x0b\x32\x19.mesh.v1.GenerateResponseH\x00\x42\x07\n\x05\x65ntry\"e\n\x0b\x43opiedToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x01(\x0b\x32\x19.mesh.v1.PositionLogprobs\"\xbe\x01\n\tCopiedEnd\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12;\n\rerror_details\x18\x04 \x03(\x0b\x32$.mesh.v1.CopiedEnd.ErrorDetailsEntry\x1a\x33\n\x11\x45rrorDetailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\x45\n\x07Sibling\x12:\n\x05Share\x12\x15.mesh.v1.ShareRequest\x1a\x16.mesh.v1.ShareResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15mesh/v1/sibling.proto\x12\x07mesh.v1\x1a\x14mesh/v1/common.proto\x1a\x17mesh/v1/inference.proto\"\xcb\x01\n\x0cShareRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12&\n\tin_flight\x18\x02 \x01(\x0b\x32\x11.mesh.v1.InFlightH\x00\x12(\n\x06opened\x18\x03 \x01(\x0b\x32\x16.mesh.v1.CopiedRequestH\x00\x12)\n\x07\x65ntries\x18\x04 \x01(\x0b\x32\x16.mesh.v1.CopiedEntriesH\x00\x12!\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x12.mesh.v1.CopiedEndH\x00\x42\t\n\x07message\"G\n\rShareResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08\x66ollowed\x18\x03 \x01(\x08\"-\n\x08InFlight\x12!\n\x07\x64\x65\x63ided\x18\x01 \x03(\x0b\x32\x10.mesh.v1.Decided\"U\n\x07\x44\x65\x63ided\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\r\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x02\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"\x90\x01\n\rCopiedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\x12)\n\x07request\x18\x04 \x01(\x0b\x32\x18.mesh.v1.GenerateRequest\x12\r\n\x05label\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"J\n\rCopiedEntries\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x14.mesh.v1.CopiedEntry\"i\n\x0b\x43opiedEntry\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x14.mesh.v1.CopiedTokenH\x00\x12*\n\x05\x65vent\x18\x02 \x01(\x0b\x32\x19.mesh.v1.GenerateResponseH\x00\x42\x07\n\x05\x65ntry\"e\n\x0b\x43opiedToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x01(\x0b\x32\x19.mesh.v1.PositionLogprobs\"\xbe\x01\n\tCopiedEnd\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12;\n\rerror_details\x18\x04 \x03(\x0b\x32$.mesh.v1.CopiedEnd.ErrorDetailsEntry\x1a\x33\n\x11\x45rrorDetailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\x45\n\x07Sibling\x12:\n\x05Share\x12\x15.mesh.v1.ShareRequest\x1a\x16.mesh.v1.ShareResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,19 +42,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INFLIGHT']._serialized_start=360
   _globals['_INFLIGHT']._serialized_end=405
   _globals['_DECIDED']._serialized_start=407
-  _globals['_DECIDED']._serialized_end=472
-  _globals['_COPIEDREQUEST']._serialized_start=475
-  _globals['_COPIEDREQUEST']._serialized_end=619
-  _globals['_COPIEDENTRIES']._serialized_start=621
-  _globals['_COPIEDENTRIES']._serialized_end=695
-  _globals['_COPIEDENTRY']._serialized_start=697
-  _globals['_COPIEDENTRY']._serialized_end=802
-  _globals['_COPIEDTOKEN']._serialized_start=804
-  _globals['_COPIEDTOKEN']._serialized_end=905
-  _globals['_COPIEDEND']._serialized_start=908
-  _globals['_COPIEDEND']._serialized_end=1098
-  _globals['_COPIEDEND_ERRORDETAILSENTRY']._serialized_start=1047
-  _globals['_COPIEDEND_ERRORDETAILSENTRY']._serialized_end=1098
-  _globals['_SIBLING']._serialized_start=1100
-  _globals['_SIBLING']._serialized_end=1169
+  _globals['_DECIDED']._serialized_end=492
+  _globals['_COPIEDREQUEST']._serialized_start=495
+  _globals['_COPIEDREQUEST']._serialized_end=639
+  _globals['_COPIEDENTRIES']._serialized_start=641
+  _globals['_COPIEDENTRIES']._serialized_end=715
+  _globals['_COPIEDENTRY']._serialized_start=717
+  _globals['_COPIEDENTRY']._serialized_end=822
+  _globals['_COPIEDTOKEN']._serialized_start=824
+  _globals['_COPIEDTOKEN']._serialized_end=925
+  _globals['_COPIEDEND']._serialized_start=928
+  _globals['_COPIEDEND']._serialized_end=1118
+  _globals['_COPIEDEND_ERRORDETAILSENTRY']._serialized_start=1067
+  _globals['_COPIEDEND_ERRORDETAILSENTRY']._serialized_end=1118
+  _globals['_SIBLING']._serialized_start=1120
+  _globals['_SIBLING']._serialized_end=1189
 # @@protoc_insertion_point(module_scope)

@@ -39,14 +39,16 @@ class InFlight(_message.Message):
     def __init__(self, decided: _Optional[_Iterable[_Union[Decided, _Mapping]]] = ...) -> None: ...
 
 class Decided(_message.Message):
-    __slots__ = ("node_id", "prefill_tokens", "age_s")
+    __slots__ = ("node_id", "prefill_tokens", "age_s", "request_id")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     prefill_tokens: int
     age_s: float
-    def __init__(self, node_id: _Optional[str] = ..., prefill_tokens: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+    request_id: str
+    def __init__(self, node_id: _Optional[str] = ..., prefill_tokens: _Optional[int] = ..., age_s: _Optional[float] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class CopiedRequest(_message.Message):
     __slots__ = ("request_id", "tenant", "fingerprint", "request", "label", "seed")

@@ -183,13 +183,14 @@ class TenantSalt(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("command_id", "migrate", "witness", "attend", "list_requests", "telemetry", "tenant", "target")
+    __slots__ = ("command_id", "migrate", "witness", "attend", "list_requests", "telemetry", "audit", "tenant", "target")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
     WITNESS_FIELD_NUMBER: _ClassVar[int]
     ATTEND_FIELD_NUMBER: _ClassVar[int]
     LIST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     command_id: int
@@ -198,9 +199,10 @@ class Command(_message.Message):
     attend: RelayAttend
     list_requests: _admin_pb2.ListRequestsRequest
     telemetry: TelemetryRequest
+    audit: AuditFetch
     tenant: str
     target: _admin_pb2.NodeView
-    def __init__(self, command_id: _Optional[int] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateRequest, _Mapping]] = ..., witness: _Optional[_Union[WitnessRequest, _Mapping]] = ..., attend: _Optional[_Union[RelayAttend, _Mapping]] = ..., list_requests: _Optional[_Union[_admin_pb2.ListRequestsRequest, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., target: _Optional[_Union[_admin_pb2.NodeView, _Mapping]] = ...) -> None: ...
+    def __init__(self, command_id: _Optional[int] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateRequest, _Mapping]] = ..., witness: _Optional[_Union[WitnessRequest, _Mapping]] = ..., attend: _Optional[_Union[RelayAttend, _Mapping]] = ..., list_requests: _Optional[_Union[_admin_pb2.ListRequestsRequest, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryRequest, _Mapping]] = ..., audit: _Optional[_Union[AuditFetch, _Mapping]] = ..., tenant: _Optional[str] = ..., target: _Optional[_Union[_admin_pb2.NodeView, _Mapping]] = ...) -> None: ...
 
 class RelayAttend(_message.Message):
     __slots__ = ("ticket",)
@@ -209,7 +211,7 @@ class RelayAttend(_message.Message):
     def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("command_id", "error_reason", "error_message", "migrate", "witness", "error_details", "requests", "telemetry")
+    __slots__ = ("command_id", "error_reason", "error_message", "migrate", "witness", "error_details", "requests", "telemetry", "audit")
     class ErrorDetailsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +227,7 @@ class CommandResult(_message.Message):
     ERROR_DETAILS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     error_reason: str
     error_message: str
@@ -233,7 +236,28 @@ class CommandResult(_message.Message):
     error_details: _containers.ScalarMap[str, str]
     requests: _admin_pb2.ListRequestsResponse
     telemetry: TelemetryResponse
-    def __init__(self, command_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateResponse, _Mapping]] = ..., witness: _Optional[_Union[WitnessResponse, _Mapping]] = ..., error_details: _Optional[_Mapping[str, str]] = ..., requests: _Optional[_Union[_admin_pb2.ListRequestsResponse, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryResponse, _Mapping]] = ...) -> None: ...
+    audit: AuditEntries
+    def __init__(self, command_id: _Optional[int] = ..., error_reason: _Optional[str] = ..., error_message: _Optional[str] = ..., migrate: _Optional[_Union[_admin_pb2.MigrateResponse, _Mapping]] = ..., witness: _Optional[_Union[WitnessResponse, _Mapping]] = ..., error_details: _Optional[_Mapping[str, str]] = ..., requests: _Optional[_Union[_admin_pb2.ListRequestsResponse, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryResponse, _Mapping]] = ..., audit: _Optional[_Union[AuditEntries, _Mapping]] = ...) -> None: ...
+
+class AuditFetch(_message.Message):
+    __slots__ = ("chain", "from_seq", "max_bytes")
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    FROM_SEQ_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    chain: str
+    from_seq: int
+    max_bytes: int
+    def __init__(self, chain: _Optional[str] = ..., from_seq: _Optional[int] = ..., max_bytes: _Optional[int] = ...) -> None: ...
+
+class AuditEntries(_message.Message):
+    __slots__ = ("chain", "lines", "head_seq")
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    HEAD_SEQ_FIELD_NUMBER: _ClassVar[int]
+    chain: str
+    lines: _containers.RepeatedScalarFieldContainer[bytes]
+    head_seq: int
+    def __init__(self, chain: _Optional[str] = ..., lines: _Optional[_Iterable[bytes]] = ..., head_seq: _Optional[int] = ...) -> None: ...
 
 class WitnessRequest(_message.Message):
     __slots__ = ("head", "kept_chain", "kept_seq")

@@ -127,6 +127,11 @@ def make_nodes(mesh: Mesh, rng: random.Random) -> list[NodeFacts]:
     return cores + edges
 
 
+def bench_node(node_id: str, rng: random.Random) -> NodeFacts:
+    """A core node of the one data centre."""
+    return _node(node_id, Tier.CORE, "dc1", "DE", rng)
+
+
 def _node(node_id: str, tier: Tier, site: str, jurisdiction: str, rng: random.Random) -> NodeFacts:
     model = ModelFacts(
         model_id=_MODEL, weights_dtype="Q4_1", max_context_tokens=8192, layout_hash="0", weights_lineage="l",

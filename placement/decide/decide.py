@@ -7,18 +7,18 @@ same filters, policy and wish as the choice.
 
 from __future__ import annotations
 
+import math
 import random
-
-import numpy as np
 
 from mesh.errors import UnknownNode
 from placement.decide.filters import filter_nodes
-from placement.decide.refuse import group_refused, refusal, shipment_refusal
+from placement.decide.plugins import ScoreView
+from placement.decide.refuse import group_refused, late_refusal, refusal, shipment_refusal
 from placement.decide.scores import node_times
 from placement.decide.settings import DEFAULTS, DecideSettings
 from placement.decide.ship_words import in_words, weigh
-from placement.decide.types import Candidate, IntArray, PlacementRequest, Plan, PlanShape, Refusal, Snapshot
-from placement.decide.ways import find_ways, rank
+from placement.decide.types import Candidate, PlacementRequest, Plan, PlanShape, Refusal, Snapshot
+from placement.decide.ways import Ties, find_ways, rank
 from placement.policy.rules import DataKind, Policy
 
 _PAIRS = (PlanShape.SPLIT, PlanShape.OFFLOAD, PlanShape.DISAGGREGATED)
@@ -42,16 +42,21 @@ def decide(
     filtered = filter_nodes(snapshot, request, policy, entry_site=entry_site, now_s=now_s, settings=settings)
     free = filtered.run == 0
     ways = find_ways(snapshot, request, run=free, wished=filtered.wished, kv_allowed=filtered.kv_allowed)
-    times = node_times(snapshot, request, policy.prices, filtered.age_s, settings)
+    times = node_times(snapshot, request, policy.prices, filtered, settings)
     loss = policy.kv_max_loss_ratio
-    candidates = rank(ways, snapshot, times, request, settings, _tie_rank(snapshot, rng), max_loss_ratio=loss)
+    ties = Ties(keys=snapshot.index.tie_keys, factor=rng.getrandbits(64) | 1)
+    view = ScoreView(snapshot=snapshot, request=request, times=times, settings=settings)
+    ranked_ways = rank(ways, view, ties, max_loss_ratio=loss)
+    candidates = ranked_ways.candidates
     if not candidates:
+        if math.isfinite(ranked_ways.least_total_s):
+            return late_refusal(snapshot, request, policy, filtered, ranked_ways, settings)
         if all(map(len, ways.split)) and (request.wish.codec or request.wish.shipment is not None):
             return shipment_refusal(snapshot, times, request, policy, filtered)
         return refusal(snapshot, request, policy, filtered)
     choice = _pick(candidates, rng, settings)
     ranked = (choice, *(c for c in candidates if c is not choice))
-    shipping = weigh(snapshot, times, request, ranked, max_loss_ratio=loss, settings=settings)
+    shipping = weigh(view, ranked, ways.split, max_loss_ratio=loss)
     return Plan(
         choice=choice,
         fallbacks=_fallbacks(ranked, settings) if policy.fallback else (),
@@ -65,33 +70,26 @@ def decide(
     )
 
 
-def _tie_rank(snapshot: Snapshot, rng: random.Random) -> IntArray:
-    """A drawn order of the nodes that does not depend on the order of rows."""
-    order = np.empty(snapshot.n_nodes, dtype=np.int64)
-    # 62 bits: that two nodes draw the same does not happen.
-    order[snapshot.index.by_id] = np.random.default_rng(rng.getrandbits(64)).integers(2**62, size=snapshot.n_nodes)
-    return order
-
-
 def _pick(candidates: list[Candidate], rng: random.Random, settings: DecideSettings) -> Candidate:
     """One of those that are as good as the best; single nodes before pairs, which have more that can fail."""
     limit = candidates[0].cost_s * (1.0 + settings.near_best_ratio)
     near = [c for c in candidates if c.cost_s <= limit]
     near = [c for c in near if c.shape not in _PAIRS] or near
-    return near[rng.randrange(len(near))]
+    return settings.pick.pick(near, rng)
 
 
 def _fallbacks(ranked: tuple[Candidate, ...], settings: DecideSettings) -> tuple[Candidate, ...]:
     """The best others, one for each set of nodes; at least one shares no node with the choice, if any does."""
-    used, chosen = {_nodes(ranked[0])}, []
-    for candidate in ranked[1:]:
-        if _nodes(candidate) not in used:
-            used.add(_nodes(candidate))
+    nodes = [_nodes(candidate) for candidate in ranked]
+    used, chosen = {nodes[0]}, []
+    for at, candidate in zip(nodes[1:], ranked[1:], strict=True):
+        if at not in used:
+            used.add(at)
             chosen.append(candidate)
-    apart = [c for c in chosen if not _nodes(c) & _nodes(ranked[0])]
     kept = chosen[: settings.fallbacks]
-    if apart and apart[0] not in kept:
-        kept[-1] = apart[0]
+    apart = next((c for c in chosen if not _nodes(c) & nodes[0]), None)
+    if apart is not None and apart not in kept:
+        kept[-1] = apart
     return tuple(kept)
 
 

@@ -6,11 +6,13 @@ import numpy as np
 
 from placement.decide.filters import PASSING, Filtered, reasons
 from placement.decide.scores import NodeTimes
-from placement.decide.types import BoolArray, IntArray, PlacementRequest, Reason, Refusal, Refused, Snapshot, Wish
-from placement.decide.ways import find_ways
+from placement.decide.settings import DecideSettings
+from placement.decide.types import AnyArray, BoolArray, PlacementRequest, Reason, Refusal, Refused, Snapshot, Wish
+from placement.decide.ways import Ranked, find_ways
 from placement.policy.rules import DataKind, Policy
 
 _NAMED_NODES = 8
+_NO_WISH = Wish()
 _WORDS = {
     Reason.MODEL: "does not serve the model",
     Reason.LABEL: "not allowed for the label",
@@ -23,6 +25,7 @@ _WORDS = {
     Reason.UNREACHABLE_FROM_ENTRY: "not reachable from this entry",
     Reason.EXCLUDED: "failed this request before",
     Reason.ROLE: "prefill or decode only, and no node is there for the other half",
+    Reason.PLUGIN: "refused by a filter of this entry",
 }
 
 
@@ -31,16 +34,17 @@ def in_words(reason: Reason) -> str:
     return _WORDS[reason]
 
 
-def all_bits(snapshot: Snapshot, request: PlacementRequest, filtered: Filtered) -> IntArray:
+def all_bits(snapshot: Snapshot, request: PlacementRequest, filtered: Filtered) -> AnyArray:
     """Reason bits of every node, the wish included, shape [n_nodes]; 0 for those that play a part in some way."""
+    if request.wish == _NO_WISH and snapshot.all_do_both:
+        return filtered.run
     bits = filtered.run.copy()
     halves = ~snapshot.tier_edge & ~(snapshot.prefills & snapshot.decodes)
-    if request.wish != Wish() or halves.any():
-        part = _parts(snapshot, request, filtered, filtered.run == 0)
-        if request.wish != Wish():
-            bits[~part & (~filtered.wished | (bits == 0))] |= Reason.WISH.value
-        # Only half of a request is its to do, and nobody is there for the other one.
-        bits[~part & halves & (bits == 0)] |= Reason.ROLE.value
+    part = _parts(snapshot, request, filtered, filtered.run == 0)
+    if request.wish != _NO_WISH:
+        bits[~part & (~filtered.wished | (bits == 0))] |= Reason.WISH.value
+    # Only half of a request is its to do, and nobody is there for the other one.
+    bits[~part & halves & (bits == 0)] |= Reason.ROLE.value
     return bits
 
 
@@ -48,10 +52,13 @@ def group_refused(snapshot: Snapshot, request: PlacementRequest, filtered: Filte
     """Refused nodes by reason, in the order of Reason; a node counts for each of its reasons."""
     bits = all_bits(snapshot, request, filtered)
     by_id = snapshot.index.by_id
-    bits = bits[by_id]
+    in_order = snapshot.index.is_by_id
+    if not in_order:
+        bits = bits[by_id]
     present, groups = int(np.bitwise_or.reduce(bits, initial=0)), []
     for reason in reasons(present):
-        rows = by_id[np.flatnonzero(bits & reason.value)]
+        rows = np.flatnonzero(bits & reason.value)
+        rows = rows if in_order else by_id[rows]
         names = tuple(snapshot.places[row].node_id for row in rows[:_NAMED_NODES])
         groups.append(Refused(reason=reason, count=len(rows), node_ids=names))
     return tuple(groups)
@@ -85,6 +92,37 @@ def refusal(snapshot: Snapshot, request: PlacementRequest, policy: Policy, filte
         refused=refused,
         message=message,
         overloaded=overloaded,
+    )
+
+
+def late_refusal(
+    snapshot: Snapshot,
+    request: PlacementRequest,
+    policy: Policy,
+    filtered: Filtered,
+    ranked: Ranked,
+    settings: DecideSettings,
+) -> Refusal:
+    """Nodes are free for it, and none would be done before its deadline. With queues as short as they could be, one
+    might: then it is told when to try again."""
+    deadline_s = request.deadline_s or 0.0
+    queues = ranked.least_idle_s <= deadline_s
+    least, most = settings.retry_s
+    retry_s = min(max(ranked.least_total_s - deadline_s, least), most) if queues else 0.0
+    advice = f"try again in {retry_s:.1f} s" if queues else "no node could, even without a queue"
+    return Refusal(
+        permanent=not queues,
+        denied=False,
+        rule=", ".join(r.name for r in policy.rules_of(request.label, DataKind.PROMPT)),
+        missing=(),
+        refused=group_refused(snapshot, request, filtered),
+        message=(
+            f"it would be done in {ranked.least_total_s:.2f} s at best, its deadline is {deadline_s:.2f} s: {advice}; "
+            f"policy allows label {request.label} at {policy.explain_rules(request.label, DataKind.PROMPT)}"
+        ),
+        overloaded=queues,
+        late=True,
+        retry_s=retry_s,
     )
 
 
@@ -123,7 +161,7 @@ def _policy_is_in_the_way(snapshot: Snapshot, request: PlacementRequest, filtere
     return bool(ways.nodes(snapshot.n_nodes).any())
 
 
-def _why(snapshot: Snapshot, run: IntArray, node_id: str) -> str:
+def _why(snapshot: Snapshot, run: AnyArray, node_id: str) -> str:
     return ", ".join(in_words(reason) for reason in reasons(int(run[snapshot.row_of(node_id)])))
 
 

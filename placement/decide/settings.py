@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from placement.decide.picks import POWER_OF_TWO
+from placement.decide.plugins import Filter, Pick, Weighed
+from placement.decide.score_terms import HARM, LATE, PRICE, SESSION, TIME
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecideSettings:
@@ -56,12 +60,8 @@ class DecideSettings:
     batch_cost_ratio: float = 0.1
     """How much each running sequence slows the decoding of one more."""
 
-    late_cost_ratio: float = 4.0
-    """Seconds of cost for each second that a prediction misses the caller's latency wish or deadline."""
-
-    interference_ratio: float = 1.0
-    """Where nodes have roles of their own: cost in seconds of each second that a prefill takes, for each request that
-    decodes at the same node and stands still or slows down meanwhile."""
+    session_switch_ratio: float = 0.1
+    """What another node must gain, as a share of the time there, to take a session from where it was served last."""
 
     same_site_rtt_s: float = 0.001
     """Round trip between two nodes of one site that the entry sees from afar: a switch between them."""
@@ -78,14 +78,35 @@ class DecideSettings:
     decode_nodes: int = 64
     """At most this many nodes are tried as the decode side of pairs, the fastest by a first guess."""
 
-    candidates_per_shape: int = 16
+    candidates_per_shape: int = 4
     """At most this many candidates of each shape are ranked and told of."""
+
+    pair_cost_ratio: float = 1.0
+    """A pair that costs more than so many times the best single node is not told of: it has more that can fail."""
+
+    retry_s: tuple[float, float] = (0.5, 30.0)
+    """Bounds of the time after which a request that is refused as too late should be tried again."""
 
     codec: str = "f16"
     """Codec of KV that an operator moves; f16 loses nothing between engines that hold f16."""
 
     fallbacks: int = 4
     """At most this many fallbacks."""
+
+    filters: tuple[Filter, ...] = ()
+    """Filters beside the built-in ones, which cannot be left out."""
+
+    scores: tuple[Weighed, ...] = (
+        Weighed(score=TIME, weight=1.0),
+        Weighed(score=PRICE, weight=1.0),
+        Weighed(score=LATE, weight=4.0),
+        Weighed(score=HARM, weight=1.0),
+        Weighed(score=SESSION, weight=1.0),
+    )
+    """Terms of the cost, see placement/decide/PLUGINS.md."""
+
+    pick: Pick = POWER_OF_TWO
+    """Which of the near-best is taken."""
 
 
 DEFAULTS = DecideSettings()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mesh.kv.hashing import BLOCK_TOKENS
-from placement.decide.scores import NodeTimes, Predicted, link_between, prefill_between, with_cost
+from placement.decide.scores import NodeTimes, Predicted, link_between, prefill_between
 from placement.decide.settings import DecideSettings
 from placement.decide.types import BoolArray, FloatArray, IntArray, PlacementRequest, Shipment, Snapshot
 
@@ -197,7 +197,7 @@ def score_split(
     allowed = np.flatnonzero(allowed_codecs(times, request, max_loss_ratio))
     if not len(allowed):
         never = np.full((len(prefill), len(decode)), np.inf)
-        return Predicted(ttft_s=never, total_s=never, cost_s=never)
+        return Predicted(ttft_s=never, total_s=never, price_s=None, prefill=prefill[:, None], decode=decode[None, :])
     times = replace(times, codecs=times.codecs.only(allowed))
     ways = shipping(snapshot, times, request, prefill, decode, settings)
     there_s = np.stack((ways.ship_s, ways.both_s), axis=1)  # [codecs, ship or both, sources, targets]
@@ -221,11 +221,49 @@ def score_split(
     own_s = prefill_between(times.prefill_token_s[d], times.prefill_growth_s[d], times.cached_tokens[d], own)
     price = times.prefill_price[prefill[:, None]] * times.prefill_s[prefill[:, None]]
     price = price + times.decode_price[d] * decode_s + times.prefill_price[d] * np.where(both, own_s, 0.0)
-    predicted = with_cost(ttft_s, total_s, price, request, settings)
     return Predicted(
-        ttft_s=predicted.ttft_s,
-        total_s=predicted.total_s,
-        cost_s=np.where(possible, predicted.cost_s, np.inf),
+        ttft_s=ttft_s,
+        total_s=np.where(possible, total_s, np.inf),
+        price_s=price,
+        prefill=prefill[:, None],
+        decode=d,
         codec=allowed[codec],
         own_tokens=own,
     )
+
+
+def least_split(
+    snapshot: Snapshot,
+    times: NodeTimes,
+    request: PlacementRequest,
+    prefill: IntArray,
+    decode: IntArray,
+    settings: DecideSettings,
+    *,
+    max_loss_ratio: float,
+) -> Predicted:
+    """Times that `score_split` is never below; arrays [len(prefill), len(decode)]. Cheap.
+
+    The source has computed every position before KV is complete, whatever way is taken; of what the target has not
+    cached, tokens either cross the link, in the smallest codec allowed, or are computed there, both at once at best."""
+    ratios = times.codecs.bytes_ratio[allowed_codecs(times, request, max_loss_ratio)]
+    s, d = prefill[:, None], decode[None, :]
+    if not len(ratios):
+        never = np.full((len(prefill), len(decode)), np.inf)
+        return Predicted(ttft_s=never, total_s=never, price_s=None, prefill=s, decode=d)
+    goodput, trips_s = link_between(times, s, d, settings)
+    n = float(max(request.prompt_tokens - 1, 0))
+    link_s = snapshot.kv_bytes_per_token[s] * float(ratios.min()) / goodput
+    own_s = times.prefill_token_s[d]
+    ready_s = times.wait_s[s] + prefill_between(
+        times.prefill_token_s[s], times.prefill_growth_s[s], times.cached_tokens[s], np.asarray(n)
+    )
+    left = np.maximum(n - times.cached_tokens[d], 0.0)
+    moved_s = left * (link_s * own_s) / (link_s + own_s)
+    there_s = np.maximum(ready_s, moved_s) + trips_s * (settings.goodbye_round_trips / settings.transfer_round_trips)
+    there_s = np.maximum(there_s, times.wait_s[d])
+    decode_s = request.expected_tokens * times.token_s[d]
+    ttft_s = times.rtt_s[d] + there_s + times.token_s[d]
+    price = times.prefill_price[s] * times.prefill_s[s] + times.decode_price[d] * decode_s
+    total_s = ttft_s + decode_s - times.token_s[d]
+    return Predicted(ttft_s=ttft_s, total_s=total_s, price_s=price, prefill=s, decode=d)

@@ -6,43 +6,45 @@ import math
 
 import numpy as np
 
+from placement.decide.plugins import ScoreView
 from placement.decide.scores import NodeTimes
-from placement.decide.settings import DecideSettings
-from placement.decide.ship import shipping
-from placement.decide.types import Candidate, PlacementRequest, PlanShape, Shipment, ShipOption, Snapshot
+from placement.decide.ship_one import ship_one
+from placement.decide.types import Candidate, IntArray, PlacementRequest, PlanShape, Shipment, ShipOption
 
 _NAMED = 4  # alternatives in the sentence
 
 
 def weigh(
-    snapshot: Snapshot,
-    times: NodeTimes,
-    request: PlacementRequest,
-    ranked: tuple[Candidate, ...],
-    *,
-    max_loss_ratio: float,
-    settings: DecideSettings,
+    view: ScoreView, ranked: tuple[Candidate, ...], split: tuple[IntArray, IntArray], *, max_loss_ratio: float
 ) -> tuple[ShipOption, ...]:
     """All ways to get the prompt's KV to where the choice decodes, from the best node that could prefill for it;
-    those that may not be taken with the reason. Empty if nobody could, or the choice is no place to ship to."""
-    choice = ranked[0]
-    pairs = (c for c in ranked if c.shape is PlanShape.SPLIT and c.decode == choice.decode)
-    pair = next(pairs, None)
-    if pair is None or choice.shape not in (PlanShape.SPLIT, PlanShape.LOCAL):
+    those that may not be taken with the reason. `split`: rows that may play the two parts. Empty if nobody could, or
+    the choice is no place to ship to."""
+    choice, snapshot, times, request = ranked[0], view.snapshot, view.times, view.request
+    target = snapshot.row_of(choice.decode.node_id)
+    first, then = split
+    if not len(first) or target not in then or choice.shape not in (PlanShape.SPLIT, PlanShape.LOCAL):
         return ()
-    source, target = (snapshot.row_of(place.node_id) for place in (pair.prefill, pair.decode))
-    found = shipping(snapshot, times, request, np.array([source]), np.array([target]), settings)
+    pair = next((c for c in ranked if c.shape is PlanShape.SPLIT and c.decode == choice.decode), None)
+    if pair is not None:
+        source = snapshot.row_of(pair.prefill.node_id)
+    else:  # it was not worth a closer look: then the one that would have KV first
+        ready_s = times.wait_s[first] + times.prefill_s[first]
+        soonest = first[ready_s == ready_s.min()].tolist()
+        source = min(soonest, key=lambda row: snapshot.places[row].node_id)
+    node_ids = snapshot.places[source].node_id, choice.decode.node_id
+    found = ship_one(snapshot, times, request, source, target, view.settings)
     after_s = float(times.rtt_s[target] + times.token_s[target])
-    recompute_s = after_s + float(times.wait_s[target] + times.prefill_s[target])
-    options = [ShipOption(codec="", own_tokens=request.prompt_tokens, ttft_s=recompute_s)]
-    for i, codec in enumerate(times.codecs.names):
-        refused = _refused(times, request, i, (source, target), (pair.prefill.node_id, pair.decode.node_id))
+    local_s = float(times.rtt_s[target] + times.wait_s[target] + times.prefill_s[target] + times.first_s[target])
+    options = [ShipOption(codec="", own_tokens=request.prompt_tokens, ttft_s=local_s)]
+    for i, (codec, shipped) in enumerate(zip(times.codecs.names, found, strict=True)):
+        refused = _refused(times, request, i, (source, target), node_ids)
         loss_ratio = times.codecs.loss_ratio[i]
         if not refused and not loss_ratio <= max_loss_ratio:
             refused = f"loses {loss_ratio:.2%}, policy accepts {max_loss_ratio:.2%}"
-        ways = ((Shipment.SHIP, found.ship_s, 0), (Shipment.BOTH, found.both_s, int(found.own_tokens[i, 0, 0])))
+        ways = ((Shipment.SHIP, shipped.ship_s, 0), (Shipment.BOTH, shipped.both_s, shipped.own_tokens))
         for shipment, there_s, own in ways:
-            ttft_s = float(there_s[i, 0, 0]) + after_s
+            ttft_s = there_s + after_s
             if math.isfinite(ttft_s) or (refused and shipment is Shipment.SHIP):
                 wished = request.wish.shipment in (None, shipment)
                 why = refused or ("" if wished else "not what the placement wish asks for")

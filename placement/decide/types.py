@@ -7,8 +7,11 @@ arrays and cost does not grow with Python objects.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntFlag
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +22,8 @@ from placement.policy.places import PlaceColumns
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+AnyArray = NDArray[Any]
+_LONGEST_CHAIN = 8  # of snapshots that nobody decided on; then all is worked out anew
 
 
 class PlanShape(Enum):
@@ -45,6 +50,7 @@ class Reason(IntFlag):
     UNREACHABLE_FROM_ENTRY = 256  # neither dialled nor attached
     EXCLUDED = 512  # tried before in this request and failed
     ROLE = 1024  # its role (prefill, decode) does half of a request, and no other node does the other half
+    PLUGIN = 2048  # a filter of the operator's own refuses it
 
 
 class Shipment(Enum):
@@ -87,6 +93,36 @@ class CodecTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FitColumns:
+    """Step times as each node fitted them to its own (mesh.node.latency_model.LatencyCurve), what is in its steps now,
+    and what the entry found the node's answers to take over what was predicted (placement.predict.calibration). Arrays
+    [n_nodes]; seconds, tokens, ratios. A fit of zeros: not measured."""
+
+    prefill_base_s: FloatArray
+    prefill_token_s: FloatArray
+    prefill_growth_s: FloatArray
+    decode_base_s: FloatArray
+    decode_row_s: FloatArray
+    decode_context_s: FloatArray
+    error_ratio: FloatArray
+    context_tokens: IntArray
+    step_tokens: IntArray
+    most_running: IntArray
+    ttft_scale: FloatArray
+    tpot_scale: FloatArray
+    scale_error_ratio: FloatArray  # how far corrected predictions are off; 1: nothing is known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Patch:
+    """A snapshot is `origin` but for these rows. `depth`: how many before it are held by it."""
+
+    origin: Snapshot
+    rows: IntArray
+    depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
     """All nodes at one moment as seen from one entry. Row i of every array is node i; rows sorted by node id.
 
@@ -125,10 +161,44 @@ class Snapshot:
     prefill_growth_s: FloatArray | None = None  # and more for each position before it
     columns: PlaceColumns | None = None  # of `places`; None: made anew
     made_s: float = math.nan  # the time, on the clock of `now_s`, at which `age_s` was true; NaN: now
+    fit: FitColumns | None = None  # of their step times; None: nobody tells one, the speeds count
+    kept: dict[object, object] = field(init=False, default_factory=dict, repr=False)
+    """What was worked out over it (placement.decide.compiled), and under `Patch` how it came from an earlier one."""
 
     @property
     def n_nodes(self) -> int:
         return len(self.places)
+
+    def patched(
+        self, rows: IntArray, columns: Mapping[str, AnyArray], fit: Mapping[str, AnyArray] | None = None, **facts: Any
+    ) -> Snapshot:
+        """One that differs in these rows of these columns and of these columns of `fit` ([len(rows)] each), and in
+        other fields. Nothing of this one is written to, and what was worked out over it need only be worked out for the
+        rows that differ."""
+        changed: dict[str, Any] = {name: _with_rows(getattr(self, name), rows, new) for name, new in columns.items()}
+        if fit and self.fit is not None:
+            fits = {name: _with_rows(getattr(self.fit, name), rows, new) for name, new in fit.items()}
+            changed["fit"] = replace(self.fit, **fits)
+        made = replace(self, **changed, **facts)
+        before = self.kept.get(Patch)
+        depth = before.depth + 1 if isinstance(before, Patch) else 0
+        if depth < _LONGEST_CHAIN:
+            made.kept[Patch] = Patch(origin=self, rows=rows, depth=depth)
+        return made
+
+    def with_codecs(self, codecs: CodecTable) -> Snapshot:
+        """One that differs in its codecs only: what was worked out over one of them holds for the other."""
+        made = replace(self, codecs=codecs)
+        object.__setattr__(made, "kept", self.kept)
+        return made
+
+    @property
+    def all_do_both(self) -> bool:
+        """Whether no node has a role of its own: all prefill and decode."""
+        known = self.kept.get("all_do_both")
+        if known is None:
+            known = self.kept["all_do_both"] = bool((self.prefills & self.decodes).all())
+        return bool(known)
 
     def __post_init__(self) -> None:
         if self.columns is None or self.columns.places is not self.places:
@@ -143,6 +213,12 @@ class Snapshot:
     def row_of(self, node_id: str) -> int:
         """Row of a node, -1 if unknown."""
         return self.index.row.get(node_id, -1)
+
+
+def _with_rows(column: AnyArray, rows: IntArray, values: AnyArray) -> AnyArray:
+    new = column.copy()
+    new[rows] = values
+    return new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +249,9 @@ class PlacementRequest:
     wish: Wish = Wish()
     exclude: frozenset[str] = frozenset()  # node ids that failed this request already
     brings_kv: bool = False  # it runs already and its KV comes along: the target need not prefill
+    cached: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Tokens of its prompt that nodes are thought to have KV of, by node id; beside the snapshot's column."""
+    session_node_id: str = ""  # where the session that it continues was served last; empty: none, or not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +275,11 @@ class Candidate:
     total_s: float
     codec: str = ""
     own_tokens: int = 0
+    tpot_s: float = 0.0  # of the node that decodes to the end
+    error_ratio: float = 1.0  # how far such predictions are off at these nodes, usually; 1: not known
+    ttft_scale: float = 1.0  # corrections that are in it already
+    tpot_scale: float = 1.0
+    cached_tokens: int = 0  # of the prompt, thought to be at the node that prefills
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,3 +332,5 @@ class Refusal:
     refused: tuple[Refused, ...]
     message: str
     overloaded: bool = False  # it would do but for capacity: back off
+    late: bool = False  # it would be done too late everywhere: by now (with `overloaded`), or even on idle nodes
+    retry_s: float = 0.0  # when to try again; 0: not known, or never

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
 from mesh.identity.place import Place
-from placement.decide.scores import NodeTimes, Predicted, score_offload, score_single
+from placement.decide.plugins import ScoreView
+from placement.decide.scores import NodeTimes, Predicted, least_offload, score_offload, score_single, with_cost
 from placement.decide.settings import DecideSettings
-from placement.decide.ship import score_split
-from placement.decide.types import BoolArray, Candidate, FloatArray, IntArray, PlacementRequest, PlanShape, Snapshot
-from placement.decide.ways_disaggregated import (
-    disaggregated_rows,
-    does_all,
-    interference_s,
-    score_disaggregated,
-    with_harm,
+from placement.decide.ship import least_split, score_split
+from placement.decide.types import (
+    AnyArray,
+    BoolArray,
+    Candidate,
+    FloatArray,
+    IntArray,
+    PlacementRequest,
+    PlanShape,
+    Snapshot,
 )
+from placement.decide.ways_disaggregated import disaggregated_rows, does_all, score_disaggregated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +61,7 @@ def find_ways(
     movable = run & kv_allowed & wished if request.prompt_tokens > 1 else np.zeros_like(run)
 
     def rows(mask: BoolArray, *shapes: PlanShape) -> IntArray:
-        return np.flatnonzero(mask) if shape in (None, *shapes) else np.zeros(0, dtype=np.int64)
+        return mask.nonzero()[0] if shape in (None, *shapes) else np.zeros(0, dtype=np.int64)
 
     return Ways(
         local=rows(run & wished & edge, PlanShape.LOCAL),
@@ -68,69 +74,143 @@ def find_ways(
     )
 
 
-def rank(
-    ways: Ways,
-    snapshot: Snapshot,
-    times: NodeTimes,
-    request: PlacementRequest,
-    settings: DecideSettings,
-    tie_rank: IntArray,
-    *,
-    max_loss_ratio: float,
-) -> list[Candidate]:
-    """Scored candidates, best first; the best few of each shape. `tie_rank` [n_nodes] orders equals,
-    `max_loss_ratio` is what a codec may lose."""
-    harm_s = interference_s(snapshot, times, settings)
-    single = with_harm(score_single(times, request, settings), harm_s)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ranked:
+    """`candidates`: best first, the best few of each shape. `least_total_s`: the soonest that any way would be done, if
+    predictions are as far off as they usually are; `least_idle_s`: the same on idle nodes. Infinite without ways."""
+
+    candidates: list[Candidate]
+    least_total_s: float
+    least_idle_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ties:
+    """A drawn order of nodes that does not depend on the order of rows. `keys` [n_nodes]: drawn once for each node id,
+    uint64; `factor`: odd, drawn for each decision."""
+
+    keys: AnyArray
+    factor: int
+
+    def of(self, rows: IntArray) -> AnyArray:
+        """Where these rows stand in it, uint64."""
+        order: AnyArray = self.keys[rows] * np.uint64(self.factor)
+        return order
+
+
+def rank(ways: Ways, view: ScoreView, ties: Ties, *, max_loss_ratio: float) -> Ranked:
+    """Scored candidates. `max_loss_ratio` is what a codec may lose."""
+    times, request, settings = view.times, view.request, view.settings
+    single = with_cost(score_single(times, request), view)
+    singles = np.concatenate((ways.local, ways.core))
+    soonest = _Soonest(times, request)
+    if len(singles):
+        soonest.look(single.total_s[singles], times.wait_s[singles], singles)
+    cost_s = soonest.in_time(single)
     found = [
-        *_best_singles(PlanShape.LOCAL, ways.local, single, snapshot, settings, tie_rank),
-        *_best_singles(PlanShape.CORE, ways.core, single, snapshot, settings, tie_rank),
+        *_best_singles(PlanShape.LOCAL, ways.local, single, cost_s, view, ties),
+        *_best_singles(PlanShape.CORE, ways.core, single, cost_s, view, ties),
     ]
-    for shape, (first, then), score in (
-        (PlanShape.SPLIT, ways.split, partial(score_split, max_loss_ratio=max_loss_ratio)),
-        (PlanShape.OFFLOAD, ways.offload, score_offload),
-        (PlanShape.DISAGGREGATED, ways.disaggregated, score_disaggregated),
+    best_s = min((c.cost_s for c in found), default=math.inf)
+    limit_s = settings.pair_cost_ratio * best_s
+    split, least = (partial(f, max_loss_ratio=max_loss_ratio) for f in (score_split, least_split))
+    for shape, (first, then), score, bound in (
+        (PlanShape.SPLIT, ways.split, split, least),
+        (PlanShape.OFFLOAD, ways.offload, score_offload, least_offload),
+        (PlanShape.DISAGGREGATED, ways.disaggregated, score_disaggregated, None),
     ):
+        most_s = math.inf if bound is None else limit_s
+        first, then = _worth_a_look(first, then, bound, most_s, view, ties)
         if len(first) and len(then):
-            first = _least(first, times.wait_s + times.prefill_s, tie_rank, settings.prefill_nodes)
-            then = _least(then, _decode_guess_s(snapshot, times, request), tie_rank, settings.decode_nodes)
-            predicted = with_harm(score(snapshot, times, request, first, then, settings), harm_s[first][:, None])
-            names = times.codecs.names
-            found.extend(_best_pairs(shape, first, then, predicted, snapshot, settings, tie_rank, names))
+            predicted = with_cost(score(view.snapshot, times, request, first, then, settings), view)
+            soonest.look(predicted.total_s, times.wait_s[first][:, None], first[:, None], then[None, :])
+            found.extend(_best_pairs(shape, first, then, predicted, soonest.in_time(predicted), most_s, view, ties))
 
     def order(place: Place) -> int:
-        return int(tie_rank[snapshot.row_of(place.node_id)])
+        return int(ties.of(np.array([view.snapshot.row_of(place.node_id)]))[0])
 
-    found.sort(key=lambda c: (c.cost_s, c.shape.value, order(c.decode), order(c.prefill)))
-    return found
+    found.sort(key=lambda c: (c.cost_s, c.shape.value))
+    if any((a.cost_s, a.shape) == (b.cost_s, b.shape) for a, b in pairwise(found)):  # rare; their order is drawn
+        found.sort(key=lambda c: (c.cost_s, c.shape.value, order(c.decode), order(c.prefill)))
+    return Ranked(candidates=found, least_total_s=soonest.total_s, least_idle_s=soonest.idle_s)
 
 
-def _least(rows: IntArray, cost: FloatArray, tie_rank: IntArray, count: int) -> IntArray:
-    """The `count` of `rows` that cost least, least first; equals in the order of `tie_rank`. `cost` [n_nodes]."""
-    costs = cost[rows]
-    if len(rows) > 4 * count:  # sorting is the dear part: leave out what cannot be among them
+def _worth_a_look(
+    first: IntArray, then: IntArray, bound: Bound | None, limit_s: float, view: ScoreView, ties: Ties
+) -> tuple[IntArray, IntArray]:
+    """Of the rows that may be the two parts of a pair, those for which the arithmetic is worth it: the few that look
+    best, less those that cannot be part of a pair within the limit."""
+    none, times, settings = first[:0], view.times, view.settings
+    if not (len(first) and len(then)):
+        return none, none
+    first = _least(first, times.wait_s[first] + times.prefill_s[first], ties, settings.prefill_nodes)
+    then = _least(then, _decode_guess_s(view, then), ties, settings.decode_nodes)
+    if bound is None or limit_s == math.inf:
+        return first, then
+    hope = with_cost(bound(view.snapshot, times, view.request, first, then, settings), view).cost <= limit_s
+    if not hope.any():
+        return none, none
+    return first[hope.any(axis=1)], then[hope.any(axis=0)]
+
+
+Bound = Callable[[Snapshot, NodeTimes, PlacementRequest, IntArray, IntArray, DecideSettings], Predicted]
+
+
+class _Soonest:
+    """Of all ways, when the first would be done; and which are done in time, if the request has a deadline. A
+    prediction misses the deadline only if it does so after it is shortened by its usual error."""
+
+    def __init__(self, times: NodeTimes, request: PlacementRequest) -> None:
+        self._error = times.error_ratio
+        self._deadline_s = None if request.brings_kv else request.deadline_s
+        self.total_s = self.idle_s = math.inf
+
+    def look(self, total_s: FloatArray, wait_s: FloatArray, *rows: IntArray) -> None:
+        """Ways with these times that use these rows."""
+        if self._deadline_s is not None and total_s.size:
+            surely_s = total_s / (1.0 + self._usual(rows))
+            self.total_s = min(self.total_s, float(surely_s.min()))
+            idle_s = (total_s - wait_s) / (1.0 + self._usual(rows))
+            self.idle_s = min(self.idle_s, float(idle_s.min()))
+
+    def _usual(self, rows: tuple[IntArray, ...]) -> FloatArray:
+        usual = self._error[rows[0]]
+        for more in rows[1:]:
+            usual = np.maximum(usual, self._error[more])
+        return usual
+
+    def in_time(self, ways: Predicted) -> FloatArray:
+        """The costs, infinite where the deadline would be missed."""
+        if self._deadline_s is None:
+            return ways.cost
+        parts = [rows for rows in (ways.prefill, ways.decode) if rows is not None]
+        usual = self._usual(tuple(parts)) if parts else self._error
+        return np.where(ways.total_s / (1.0 + usual) <= self._deadline_s, ways.cost, np.inf)
+
+
+def _least(rows: IntArray, costs: FloatArray, ties: Ties, count: int) -> IntArray:
+    """The `count` of `rows` that cost least, least first; equals in a drawn order. `costs` [len(rows)]."""
+    if len(rows) > count:  # sorting is the dear part: leave out what cannot be among them
         near = costs <= np.partition(costs, count - 1)[count - 1]
         rows, costs = rows[near], costs[near]
-    return rows[np.lexsort((tie_rank[rows], costs))[:count]]
+    return rows[np.lexsort((ties.of(rows), costs))[:count]]
 
 
-def _decode_guess_s(snapshot: Snapshot, times: NodeTimes, request: PlacementRequest) -> FloatArray:
-    """About what decoding there takes, KV in f16 over the entry's link included; tells which nodes are worth a closer
-    look, shape [n_nodes]."""
-    shipping_s = request.prompt_tokens * snapshot.kv_bytes_per_token / times.goodput_bytes_per_s
-    return times.rtt_s + times.wait_s + request.expected_tokens * times.token_s + shipping_s
+def _decode_guess_s(view: ScoreView, rows: IntArray) -> FloatArray:
+    """About what decoding at these rows takes, KV in f16 over the entry's link included; tells which nodes are worth a
+    closer look, shape [len(rows)]."""
+    times, request = view.times, view.request
+    kv_bytes = request.prompt_tokens * view.snapshot.kv_bytes_per_token[rows]
+    decode_s = request.expected_tokens * times.token_s[rows]
+    return times.rtt_s[rows] + times.wait_s[rows] + decode_s + kv_bytes / times.goodput_bytes_per_s[rows]
 
 
 def _best_singles(
-    shape: PlanShape,
-    rows: IntArray,
-    single: Predicted,
-    snapshot: Snapshot,
-    settings: DecideSettings,
-    tie_rank: IntArray,
+    shape: PlanShape, rows: IntArray, single: Predicted, cost_s: FloatArray, view: ScoreView, ties: Ties
 ) -> Iterator[Candidate]:
-    for i in _least(rows, single.cost_s, tie_rank, settings.candidates_per_shape):
-        yield _candidate(shape, snapshot, int(i), int(i), single, (i,))
+    for row in _least(rows, cost_s[rows], ties, view.settings.candidates_per_shape).tolist():
+        if cost_s[row] < math.inf:
+            yield _candidate(shape, view, row, row, single, (row,))
 
 
 def _best_pairs(
@@ -138,17 +218,18 @@ def _best_pairs(
     first: IntArray,
     then: IntArray,
     predicted: Predicted,
-    snapshot: Snapshot,
-    settings: DecideSettings,
-    tie_rank: IntArray,
-    codecs: tuple[str, ...],
+    cost_s: FloatArray,
+    limit_s: float,
+    view: ScoreView,
+    ties: Ties,
 ) -> Iterator[Candidate]:
-    at_first, at_then = (a.ravel() for a in np.indices(predicted.cost_s.shape))
-    keys = (tie_rank[first][at_first], tie_rank[then][at_then], predicted.cost_s.ravel())
-    for k in np.lexsort(keys)[: settings.candidates_per_shape]:
+    at_first, at_then = (a.ravel() for a in np.indices(cost_s.shape))
+    keys = (ties.of(first)[at_first], ties.of(then)[at_then], cost_s.ravel())
+    codecs = view.times.codecs.names
+    for k in np.lexsort(keys)[: view.settings.candidates_per_shape]:
         i, j = at_first[k], at_then[k]
-        if np.isfinite(predicted.cost_s[i, j]):
-            found = _candidate(shape, snapshot, int(first[i]), int(then[j]), predicted, (i, j))
+        if cost_s[i, j] < math.inf and cost_s[i, j] <= limit_s:
+            found = _candidate(shape, view, int(first[i]), int(then[j]), predicted, (i, j))
             if predicted.codec is not None and predicted.own_tokens is not None:
                 codec = codecs[int(predicted.codec[i, j])]
                 found = replace(found, codec=codec, own_tokens=int(predicted.own_tokens[i, j]))
@@ -156,13 +237,19 @@ def _best_pairs(
 
 
 def _candidate(
-    shape: PlanShape, snapshot: Snapshot, prefill: int, decode: int, predicted: Predicted, at: tuple[np.intp, ...]
+    shape: PlanShape, view: ScoreView, prefill: int, decode: int, predicted: Predicted, at: tuple[int | np.intp, ...]
 ) -> Candidate:
+    times, fit = view.times, view.snapshot.fit
     return Candidate(
         shape=shape,
-        prefill=snapshot.places[prefill],
-        decode=snapshot.places[decode],
-        cost_s=float(predicted.cost_s[at]),
+        prefill=view.snapshot.places[prefill],
+        decode=view.snapshot.places[decode],
+        cost_s=float(predicted.cost[at]),
         ttft_s=float(predicted.ttft_s[at]),
         total_s=float(predicted.total_s[at]),
+        tpot_s=float(times.token_s[decode]),
+        error_ratio=float(max(times.error_ratio[prefill], times.error_ratio[decode])),
+        ttft_scale=1.0 if fit is None else float(fit.ttft_scale[prefill]),
+        tpot_scale=1.0 if fit is None else float(fit.tpot_scale[decode]),
+        cached_tokens=int(times.cached_tokens[prefill]),
     )

@@ -9,12 +9,10 @@ arXiv 2401.09670). How much a node's own decoding is slowed now is in its measur
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from mesh.node.serving_role import MOST_PREFILL_AT_DECODE_TOKENS
-from placement.decide.scores import NodeTimes, Predicted, link_between, with_cost
+from placement.decide.scores import NodeTimes, Predicted, link_between
 from placement.decide.settings import DecideSettings
 from placement.decide.types import BoolArray, FloatArray, IntArray, PlacementRequest, Snapshot
 
@@ -30,10 +28,12 @@ def does_all(snapshot: Snapshot, request: PlacementRequest) -> BoolArray:
 def disaggregated_rows(snapshot: Snapshot, *, prefill: IntArray, decode: IntArray) -> tuple[IntArray, IntArray]:
     """Of the rows that may run a request and those that KV may move to, those that can be halves of a pair. Both are
     empty unless there is a pair of two nodes, one of them with a role of its own."""
+    none = np.zeros(0, dtype=np.int64)
+    if not (len(prefill) and len(decode)) or snapshot.all_do_both:
+        return none, none
     first = prefill[snapshot.prefills[prefill]]
     then = decode[snapshot.decodes[decode] & ~snapshot.tier_edge[decode]]
     if not (len(first) and len(then) and _apart(snapshot, first, then).any()):
-        none = np.zeros(0, dtype=np.int64)
         return none, none
     return first, then
 
@@ -43,21 +43,6 @@ def _apart(snapshot: Snapshot, first: IntArray, then: IntArray) -> BoolArray:
     p, d = first[:, None], then[None, :]
     apart: BoolArray = (p != d) & ~(snapshot.decodes[p] & snapshot.prefills[d])
     return apart
-
-
-def interference_s(snapshot: Snapshot, times: NodeTimes, settings: DecideSettings) -> FloatArray:
-    """What the prefill of this request costs those who decode at the same node, shape [n_nodes]; 0 in a mesh where
-    every core node does both, since it would be the same everywhere."""
-    both = snapshot.prefills & snapshot.decodes
-    if both.all():
-        return np.zeros(snapshot.n_nodes)
-    slowed = np.where(both & ~snapshot.tier_edge, snapshot.running, 0)
-    return settings.interference_ratio * slowed * times.prefill_s
-
-
-def with_harm(predicted: Predicted, harm_s: FloatArray) -> Predicted:
-    """The prediction with what it costs others in its cost. Its times are its own."""
-    return replace(predicted, cost_s=predicted.cost_s + harm_s)
 
 
 def score_disaggregated(
@@ -79,7 +64,8 @@ def score_disaggregated(
     decode_s = request.expected_tokens * times.token_s[d]
     total_s = np.where(_apart(snapshot, prefill, decode), ttft_s + decode_s - times.token_s[d], np.inf)
     price = times.prefill_price[p] * times.prefill_s[p] + times.decode_price[d] * decode_s
-    return with_cost(ttft_s, total_s, price, request, settings)
+    ttft_s = np.broadcast_to(ttft_s, total_s.shape)
+    return Predicted(ttft_s=ttft_s, total_s=total_s, price_s=price, prefill=p, decode=d)
 
 
 def _link(

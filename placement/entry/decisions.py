@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from mesh.errors import InvalidRequest, MeshError, NoCapableNode, NoNodeNow, NotFound, Overloaded, PolicyDenied
+from mesh.errors import Expired, InvalidRequest, MeshError, NoCapableNode, NoNodeNow, NotFound, Overloaded, PolicyDenied
 from mesh.identity.place import Place, Tier
 from mesh.identity.principal import Principal
 from mesh.kv.hashing import block_hashes
@@ -30,7 +30,7 @@ from placement.entry import continuation
 from placement.entry.copies import Copier
 from placement.entry.in_flight import InFlight
 from placement.entry.intake import Accepted, ServedModel, Terms, accept
-from placement.entry.learned import CodecSavings, PrefixMemory, cached_column
+from placement.entry.learned import CodecSavings, PrefixMemory
 from placement.entry.orders import Work, needs_relay
 from placement.entry.receipt import ReceiptKeeper, Signer
 from placement.entry.refusal import REFUSALS, refusal_error
@@ -38,12 +38,15 @@ from placement.entry.wire import decision_to_wire
 from placement.entry.world import World
 from placement.policy.book import PolicyBook
 from placement.policy.model import DataKind
+from placement.predict.in_flight import Placed
+from placement.predict.measured import Measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontDoorDeps:
     """What an entry brings. `policies` and `salt` read the current state at each call; `salt(tenant, label,
-    model)` raises PolicyDenied for a tenant whose secret this entry does not have."""
+    model)` raises PolicyDenied for a tenant whose secret this entry does not have. `policy_age_s`: since when the mesh
+    has not confirmed the policies that are in force here; 0 while it does."""
 
     signer: Signer
     world: World
@@ -55,6 +58,7 @@ class FrontDoorDeps:
     copier: Copier | None = None  # the other entries, if there are any
     in_flight: InFlight = field(default_factory=InFlight)
     settings: DecideSettings = DEFAULTS
+    policy_age_s: Callable[[], float] = lambda: 0.0
 
 
 class Decisions:
@@ -99,7 +103,7 @@ class Decisions:
         the request accepted anew for it. Raises what `plan` raises for the model that was asked for."""
         try:
             return accepted, self.plan(accepted)
-        except (Overloaded, NoNodeNow, NoCapableNode):
+        except (Overloaded, Expired, NoNodeNow, NoCapableNode):
             policy = self._deps.policies().lookup(accepted.principal.tenant).policy
             for model in policy.downgrade.get(accepted.model.model_id, ()):
                 other = pb.GenerateRequest()
@@ -112,13 +116,26 @@ class Decisions:
 
     def plan(self, accepted: Accepted) -> Plan:
         """Raises UnknownNode, PolicyDenied, NoNodeNow, NoCapableNode or Overloaded, naming the rule."""
+        self._check_age(accepted)
         return self._decide(accepted, accepted.placement)
+
+    def _check_age(self, accepted: Accepted) -> None:
+        """Raise NoNodeNow if the tenant's policy was not confirmed for longer than it allows."""
+        found = self._deps.policies().lookup(accepted.principal.tenant)
+        most_s, age_s = found.policy.offline_max_s, self._deps.policy_age_s()
+        if most_s is not None and age_s > most_s:
+            raise NoNodeNow(
+                f"{self._own.site} has not heard from the mesh for {age_s:.0f} s, and policy version {found.version} "
+                f"lets it go on alone for {most_s:.0f} s: nothing new until it is connected again",
+                rule="offline_max_s",
+                node=self._own.node_id,
+            )
 
     def _decide(self, accepted: Accepted, request: PlacementRequest, *, guest: str = "") -> Plan:
         """`guest`: a node of another site that this entry may have been told of."""
         outcome = decide(
             self._snapshot(accepted, guest),
-            request,
+            self._with_hits(accepted, request),
             self._deps.policies().lookup(accepted.principal.tenant).policy,
             entry_site=self._own.site,
             now_s=time.monotonic(),
@@ -130,17 +147,24 @@ class Decisions:
         return outcome
 
     def _snapshot(self, accepted: Accepted, guest: str = "") -> Snapshot:
-        """The mesh now, with what this entry knows of the nodes' caches and of codecs."""
+        """The mesh now, with what this entry knows of codecs."""
         world = self._deps.world
         snapshot = world.snapshot_with(guest) if guest else world.snapshot()
-        tokens = self._prefixes.tokens(self._blocks(accepted, accepted.token_ids), time.monotonic())
         codecs = None if snapshot.codecs is None else self._savings.applied(snapshot.codecs)
-        cached = cached_column([place.node_id for place in snapshot.places], tokens)
-        return replace(self._in_flight.applied(snapshot, time.monotonic()), codecs=codecs, cached_tokens=cached)
+        return snapshot if codecs is None or codecs is snapshot.codecs else snapshot.with_codecs(codecs)
 
-    def sent(self, plan: Plan, prompt_tokens: int) -> None:
-        """A request starts along its plan."""
-        self._in_flight.decided(plan.choice.prefill.node_id, prompt_tokens, time.monotonic())
+    def sent(self, request_id: str, plan: Plan, prompt_tokens: int) -> None:
+        """A request starts along its plan: for the other entries."""
+        self._in_flight.decided(request_id, plan.choice.prefill.node_id, prompt_tokens, time.monotonic())
+
+    def _with_hits(self, accepted: Accepted, request: PlacementRequest) -> PlacementRequest:
+        """The request with what nodes are thought to have of its prompt; where the most is, its session was served."""
+        hits = self._prefixes.tokens(self._blocks(accepted, accepted.token_ids), time.monotonic())
+        if not hits:
+            return request
+        most = max(hits, key=lambda node_id: hits[node_id])
+        known = hits[most] * 2 >= request.prompt_tokens and list(hits.values()).count(hits[most]) == 1
+        return replace(request, cached=hits, session_node_id=most if known else "")
 
     def kv_at(self, node_id: str, accepted: Accepted, token_ids: tuple[int, ...]) -> None:
         """A leg ended at this node, which has KV of these tokens."""
@@ -149,6 +173,32 @@ class Decisions:
     def transfer(self, accepted: Accepted, report: KvReport) -> None:
         """KV was moved."""
         self._savings.saw(report, accepted.model.description.geometry.f16_bytes_per_token)
+
+    def placed(self, request_id: str, accepted: Accepted, plan: Plan) -> None:
+        """A request goes along this plan now: the next decision counts it before any node does."""
+        choice, now_s = plan.choice, time.monotonic()
+        tokens = max(accepted.placement.prompt_tokens - choice.cached_tokens, 0)
+        kv_tokens = accepted.placement.prompt_tokens
+        apart = choice.prefill != choice.decode
+        notes = self._deps.world.notes
+        first = Placed(runs=int(not apart), prefill_tokens=tokens, kv_tokens=kv_tokens)
+        notes.placed(choice.prefill.node_id, request_id, first, now_s)
+        if apart:
+            then = Placed(runs=1, prefill_tokens=0, kv_tokens=kv_tokens)
+            notes.placed(choice.decode.node_id, request_id, then, now_s)
+
+    def ended(self, request_id: str, plan: Plan, measured: Measured | None) -> None:
+        """A request ended; `measured` if it ran as planned and ended well."""
+        choice, notes = plan.choice, self._deps.world.notes
+        for node_id in {choice.prefill.node_id, choice.decode.node_id}:
+            notes.left(node_id, request_id)
+        if measured is None:
+            return
+        for kind, error_ratio in measured.errors(choice):
+            self._deps.metrics.predicted(kind, error_ratio)
+        if choice.prefill == choice.decode:
+            ttft_ratio, tpot_ratio = measured.ratios(choice)
+            notes.answered(choice.decode.node_id, ttft_ratio=ttft_ratio, tpot_ratio=tpot_ratio, now_s=time.monotonic())
 
     def _blocks(self, accepted: Accepted, token_ids: tuple[int, ...]) -> list[bytes]:
         try:

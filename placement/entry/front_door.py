@@ -200,7 +200,7 @@ class FrontDoor:
         taken_over: TakenOver | None = None,
     ) -> RequestStream:
         request_id = work.context.request_id
-        self._decisions.sent(plan, len(accepted.token_ids))
+        self._decisions.sent(request_id, plan, len(accepted.token_ids))
         root.set(
             request_id=request_id,
             model=accepted.model.model_id,

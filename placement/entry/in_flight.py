@@ -1,43 +1,47 @@
-"""Where work was sent so lately that the nodes' own figures cannot show it yet: by this entry, and by others. Pure.
+"""Where this entry sent work lately, for other entries, and what they sent, for its own decisions.
 
-A node reports its load some time after it was given work; until then a burst of decisions, over one or several
-entries, would all see it idle. So each decision counts as one more waiting request, with the prompt tokens that it has
-to compute, for as long as it is younger than the node's figures. One that is older is in them.
+A node reports its load some time after it was given work; until then a burst over several entries would see it idle.
+What others sent goes into the notes of this entry's world (placement.entry.notes), as its own does: it counts until a
+report of the node must have it. On one thread.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from placement.decide.types import Snapshot
+from placement.entry.notes import Notes
+from placement.predict.in_flight import Placed
 
 KEEP_S = 5.0
-"""Figures that are older count as busy anyhow."""
+"""A node that has not reported for so long counts as busy anyhow."""
 MOST = 1_024
 """Decisions that are remembered of one entry: more in so short a time are the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """One decision: the node that computes the prompt, tokens of it, and when, on this process' monotonic clock."""
+    """One decision: the request, the node that computes the prompt, tokens of it, and when, on this process' monotonic
+    clock."""
 
+    request_id: str
     node_id: str
     prefill_tokens: int
     at_s: float
 
 
 class InFlight:
-    """Owned by an entry."""
+    """Owned by an entry. `notes` of its world; without them others are not counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: Notes | None = None) -> None:
+        self.notes = notes
         self._own: deque[Sent] = deque(maxlen=MOST)
         self._others: dict[str, tuple[Sent, ...]] = {}
 
-    def decided(self, node_id: str, prefill_tokens: int, now_s: float) -> None:
+    def decided(self, request_id: str, node_id: str, prefill_tokens: int, now_s: float) -> None:
         """This entry sent work."""
-        self._own.append(Sent(node_id=node_id, prefill_tokens=prefill_tokens, at_s=now_s))
+        self._own.append(Sent(request_id=request_id, node_id=node_id, prefill_tokens=prefill_tokens, at_s=now_s))
 
     def own(self, now_s: float) -> tuple[Sent, ...]:
         """What this entry sent lately, for the others."""
@@ -46,24 +50,18 @@ class InFlight:
         return tuple(self._own)
 
     def told(self, origin: str, sent: Iterable[Sent]) -> None:
-        """All that another entry sent lately; replaces what it told before."""
-        self._others[origin] = tuple(sent)[-MOST:]
+        """All that another entry sent lately, over and over: what is new in it counts."""
+        known = {each.request_id for each in self._others.get(origin, ())}
+        now = tuple(sent)[-MOST:]
+        self._others[origin] = now
+        if self.notes is not None:
+            for each in now:
+                if each.request_id not in known:
+                    what = Placed(runs=1, prefill_tokens=each.prefill_tokens, kv_tokens=each.prefill_tokens)
+                    self.notes.placed(each.node_id, each.request_id, what, each.at_s)
 
     def lost(self, origin: str) -> None:
         """Another entry is gone; what it ran ends with it."""
-        self._others.pop(origin, None)
-
-    def applied(self, snapshot: Snapshot, now_s: float) -> Snapshot:
-        """The snapshot with what its figures cannot show yet."""
-        sent = [each for own in (self.own(now_s), *self._others.values()) for each in own]
-        if not sent:
-            return snapshot
-        waiting, tokens = snapshot.waiting.copy(), snapshot.waiting_prefill_tokens.copy()
-        for each in sent:
-            row = snapshot.row_of(each.node_id)
-            # NaN where the snapshot does not know when it was made: then its ages are of now.
-            passed_s = now_s - snapshot.made_s if snapshot.made_s == snapshot.made_s else 0.0
-            if row >= 0 and now_s - each.at_s < snapshot.age_s[row] + passed_s:
-                waiting[row] += 1
-                tokens[row] += each.prefill_tokens
-        return replace(snapshot, waiting=waiting, waiting_prefill_tokens=tokens)
+        for each in self._others.pop(origin, ()):
+            if self.notes is not None:
+                self.notes.left(each.node_id, each.request_id)

@@ -13,7 +13,7 @@ import numpy as np
 
 from mesh.kv.hashing import BLOCK_TOKENS
 from mesh.node.port import KvReport
-from placement.decide.types import CodecTable, IntArray
+from placement.decide.types import CodecTable
 
 _MOST_BLOCKS = 65_536
 _KEEP_S = 600.0
@@ -79,10 +79,3 @@ class CodecSavings:
             encode_s=table.encode_s,
             decode_s=table.decode_s,
         )
-
-
-def cached_column(node_ids: Sequence[str], tokens: dict[str, int]) -> IntArray:
-    """`tokens` as a column over nodes."""
-    if not tokens:
-        return np.zeros(len(node_ids), dtype=np.int64)
-    return np.array([tokens.get(node_id, 0) for node_id in node_ids], dtype=np.int64)

@@ -31,6 +31,7 @@ from placement.entry.request_log import RequestStream, TokenPiece
 from placement.entry.runner import PlanRunner
 from placement.entry.wire import decision_to_wire, finish_to_wire, logprobs_to_wire, migration_to_wire
 from placement.entry.world import World
+from placement.predict.measured import Measured
 
 log = get_logger(__name__)
 _NEWEST_WEIGHT = 0.1  # of one interval; a few stalled ones must not look like a slow engine
@@ -62,6 +63,12 @@ class Learn(Protocol):
 
     def transfer(self, accepted: Accepted, report: KvReport) -> None:
         """KV was moved."""
+
+    def placed(self, request_id: str, accepted: Accepted, plan: Plan) -> None:
+        """The request goes along its plan now."""
+
+    def ended(self, request_id: str, plan: Plan, measured: Measured | None) -> None:
+        """The request ended; `measured` if it ran as planned and ended well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +141,7 @@ class LiveRequest:
         self.driver = RequestDriver(
             runner=PlanRunner(spec), work=work, world=world, on_effect=self._on_effect, on_report=self._on_report
         )
+        learn.placed(stream.request_id, accepted, plan)
         if taken_over is None:
             decision = decision_to_wire(stream.request_id, accepted, plan, continuation=continuation)
             stream.append(pb.GenerateResponse(decision=decision))
@@ -196,6 +204,7 @@ class LiveRequest:
     async def _conclude(self, error: MeshError | None) -> MeshError | None:
         """Sign and keep the receipt, then tell of the finish. The outcome's error."""
         finished = self._finished
+        self._learn.ended(self.stream.request_id, self._draft.plan, self._measured(error))
         if error is not None:
             outcome = error.reason
         else:
@@ -215,6 +224,21 @@ class LiveRequest:
         if error is None and finished is not None:
             self.stream.append(pb.GenerateResponse(finish=finish_to_wire(finished, receipt)))
         return error
+
+    def _measured(self, error: MeshError | None) -> Measured | None:
+        """What it took; None if it did not run as planned."""
+        moved = len(self._draft.migrations) - (self._draft.plan.choice.prefill != self._draft.plan.choice.decode)
+        if error is not None or self._finished is None or moved or self._draft.fallbacks:
+            return None
+        usage = self.driver.usage
+        self._draft.measured = Measured(
+            ttft_s=self._finished.ttft_s,
+            total_s=self._finished.total_s,
+            tokens=usage.completion_tokens,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
+        return self._draft.measured
 
     def _on_effect(self, effect: rt.Effect) -> None:
         match effect:

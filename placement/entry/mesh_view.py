@@ -19,9 +19,11 @@ from mesh.identity.place import Place, Role, Tier
 from mesh.kv.codec_profile import CodecProfile
 from mesh.node.engine import EngineInfo, EngineLoad
 from mesh.node.serving_role import ServingRole, serving_role
+from mesh.node.wire import MAX_CONTEXT_TOKENS, curve_from_wire, fit_to_wire
 from mesh.v1 import admin_pb2 as admin
-from placement.decide.types import Snapshot
+from placement.decide.types import FitColumns, Snapshot
 from placement.entry.codec_facts import codec_table, codecs_from_wire, codecs_to_wire
+from placement.predict.calibration import NEUTRAL, Scale
 
 
 class NodeState(Enum):
@@ -88,6 +90,7 @@ class NodeFacts:
     rtt_s: float | None = None
     goodput_bytes_per_s: float | None = None
     role: ServingRole = ServingRole.BOTH
+    scale: Scale = NEUTRAL  # what this entry found its answers to take over what was predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,23 @@ LIVE_COLUMNS: Mapping[str, Column] = {
 }
 """Columns that change while a node runs."""
 
+FIT_COLUMNS: Mapping[str, Column] = {
+    "prefill_base_s": Column(np.float64, lambda n: n.load.curve.prefill_base_s),
+    "prefill_token_s": Column(np.float64, lambda n: n.load.curve.prefill_token_s),
+    "prefill_growth_s": Column(np.float64, lambda n: n.load.curve.prefill_growth_s),
+    "decode_base_s": Column(np.float64, lambda n: n.load.curve.decode_base_s),
+    "decode_row_s": Column(np.float64, lambda n: n.load.curve.decode_row_s),
+    "decode_context_s": Column(np.float64, lambda n: n.load.curve.decode_context_s),
+    "error_ratio": Column(np.float64, lambda n: n.load.curve.error_ratio),
+    "context_tokens": Column(np.int64, lambda n: n.load.context_tokens),
+    "step_tokens": Column(np.int64, lambda n: n.load.step_tokens),
+    "most_running": Column(np.int64, lambda n: n.load.most_running),
+    "ttft_scale": Column(np.float64, lambda n: n.scale.ttft),
+    "tpot_scale": Column(np.float64, lambda n: n.scale.tpot),
+    "scale_error_ratio": Column(np.float64, lambda n: n.scale.error_ratio),
+}
+"""Columns of Snapshot.fit."""
+
 
 def build_snapshot(
     nodes: Sequence[NodeFacts], *, entry_node_id: str, version: int, made_s: float = math.nan
@@ -142,10 +162,7 @@ def build_snapshot(
     for i, node in enumerate(rows):
         for model in node.models:
             models[i, column[model.model_id]] = True
-    arrays: dict[str, Any] = {
-        name: np.array([column.of(n) for n in rows], dtype=column.dtype)
-        for name, column in (*STABLE_COLUMNS.items(), *LIVE_COLUMNS.items())
-    }
+    arrays = _arrays(rows, {**STABLE_COLUMNS, **LIVE_COLUMNS})
     return Snapshot(
         version=version,
         places=tuple(n.place for n in rows),
@@ -155,8 +172,13 @@ def build_snapshot(
         cached_tokens=np.zeros(len(rows), dtype=np.int64),
         codecs=codec_table([n.models for n in rows]),
         made_s=made_s,
+        fit=FitColumns(**_arrays(rows, FIT_COLUMNS)),
         **arrays,
     )
+
+
+def _arrays(rows: Sequence[NodeFacts], columns: Mapping[str, Column]) -> dict[str, Any]:
+    return {name: np.array([column.of(n) for n in rows], dtype=column.dtype) for name, column in columns.items()}
 
 
 def models_to_wire(models: Sequence[ModelFacts]) -> list[admin.NodeModel]:
@@ -227,6 +249,7 @@ def _node_to_wire(node: NodeFacts) -> admin.NodeView:
         role=node.role.value,
         prefill_token_s=node.load.prefill_token_s,
         prefill_growth_s=node.load.prefill_growth_s,
+        fit=fit_to_wire(node.load),
     )
 
 
@@ -268,6 +291,10 @@ def _node_from_wire(view: admin.NodeView, mesh: str) -> NodeFacts | None:
             decode_tokens_per_s=view.decode_tokens_per_s,
             prefill_token_s=view.prefill_token_s,
             prefill_growth_s=view.prefill_growth_s,
+            curve=curve_from_wire(view.fit),
+            context_tokens=min(view.fit.context_tokens, MAX_CONTEXT_TOKENS),
+            step_tokens=view.fit.step_tokens,
+            most_running=view.fit.most_running,
         ),
         draining=view.draining,
         age_s=view.age_s,

@@ -32,6 +32,7 @@ from placement.entry.link_model import LinkModel
 
 _PROBE_EVERY_S = 2.0
 _PROBE_TIMEOUT_S = 3.0
+_GIVEN_UP_AFTER = 2  # probes in a row
 _GOODPUT_TIMEOUT_S = 30.0
 _BACKOFF_CAP_S = 5.0
 _RETIRED_GRACE_S = 120.0  # for what still runs over a link whose node the mesh does not list any more
@@ -151,13 +152,15 @@ class PeerLink:
             self._on_change()
 
     async def _probe_forever(self) -> None:
-        failures = 0
+        failures, silent_since_s = 0, 0.0
         while True:
+            silent_since_s = silent_since_s if failures else time.monotonic()
             try:
                 await self._probe(with_goodput=self._model.wants_probe(now_s=time.monotonic()))
             except Exception as error:
                 failures += 1
                 self._failed(error)
+                self._break_silent(failures, silent_since_s)
                 await asyncio.sleep(_backoff_s(failures))
                 continue
             failures = 0
@@ -169,6 +172,13 @@ class PeerLink:
         if not isinstance(error, grpc.aio.AioRpcError | MeshError):
             log.error("peer_link_failed_by_bug", node_id=self.peer.place.node_id, exc_info=error)
         self._set_reachable(False)
+
+    def _break_silent(self, failures: int, since_s: float) -> None:
+        """A link that swallows everything shows no error for as long as TCP hopes. One probe may be late on a busy
+        machine; after a second one, runs that were silent all the while are given up, so that their clients hear of it
+        or the requests go on elsewhere."""
+        if failures >= _GIVEN_UP_AFTER and (broken := self.port.break_silent(since_s)):
+            log.warning("silent_runs_given_up", node_id=self.peer.place.node_id, count=broken)
 
     async def _probe(self, *, with_goodput: bool) -> None:
         started_s = time.monotonic()

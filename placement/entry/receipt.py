@@ -16,6 +16,7 @@ from mesh.identity.signing import SignedRecord
 from mesh.v1 import common_pb2 as common
 from placement.decide.types import Candidate, Plan
 from placement.detect.label import Raised
+from placement.predict.measured import Measured
 
 RECEIPT_FORMAT = 1
 MAX_FINDINGS = 32
@@ -63,6 +64,7 @@ class ReceiptDraft:
     relays: set[str] = field(default_factory=set)  # nodes that carried what they could not read
     copies: dict[str, str] = field(default_factory=dict)  # entries that kept a copy of prompt and answer -> site
     taken_over: dict[str, Any] = field(default_factory=dict)  # request, entry and tokens that it goes on from
+    measured: Measured | None = None  # if it ran as planned
 
     def touched(self, place: Place) -> None:
         """A node was sent the prompt's tokens, to compute KV of them or to receive it."""
@@ -82,6 +84,8 @@ class ReceiptDraft:
             "entry": signer.place.uri,
             "plan": _way(self.plan.choice),
             "why": self.plan.why,
+            "predicted": _predicted(self.plan.choice),
+            "measured": _measured(self.measured),
             "candidates": [_way(c) for c in self.plan.candidates[:3]],
             "refused": {r.reason.name or str(r.reason.value): r.count for r in self.plan.refused},
             "saw_prompt": self.saw_prompt | self.copies,
@@ -113,6 +117,23 @@ def label_body(claimed: str, raised: Raised) -> dict[str, Any]:
     if raised.failure:
         body["not_looked_at"] = raised.failure
     return body
+
+
+def _predicted(choice: Candidate) -> dict[str, float]:
+    return {
+        "ttft_s": round(choice.ttft_s, 4),
+        "tpot_s": round(choice.tpot_s, 5),
+        "total_s": round(choice.total_s, 4),
+        "error_ratio": round(choice.error_ratio, 3),
+    }
+
+
+def _measured(measured: Measured | None) -> dict[str, float]:
+    """Empty where it did not run as planned."""
+    if measured is None:
+        return {}
+    times = {"ttft_s": round(measured.ttft_s, 4), "total_s": round(measured.total_s, 4)}
+    return times if measured.tpot_s is None else times | {"tpot_s": round(measured.tpot_s, 5)}
 
 
 def _way(candidate: Candidate) -> dict[str, Any]:

@@ -7,15 +7,16 @@ without any work, since a snapshot knows when it was made. Pure: clock and facts
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from placement.decide.types import Snapshot
-from placement.entry.mesh_view import LIVE_COLUMNS, NodeFacts, build_snapshot
+from placement.decide.types import AnyArray, Snapshot
+from placement.entry.mesh_view import FIT_COLUMNS, LIVE_COLUMNS, Column, NodeFacts, build_snapshot
+from placement.entry.notes import Notes
 
+_LIVE = {name: column for name, column in LIVE_COLUMNS.items() if name != "age_s"}
 ReadNode = Callable[[str], NodeFacts | None]
 """Facts of a node by id; None if it is not in the mesh any more."""
 
@@ -30,6 +31,11 @@ class SnapshotTable:
         self._stale: set[str] = set()
         self._snapshot: Snapshot | None = None
         self._row: dict[str, int] = {}
+        self.notes = Notes(self.stale)
+
+    def _noted(self, node_id: str, now_s: float) -> NodeFacts | None:
+        facts = self._read(node_id)
+        return None if facts is None else self.notes.applied(facts, now_s)
 
     def stale(self, node_id: str) -> None:
         """Something about this node changed, or it is new, or gone."""
@@ -40,11 +46,12 @@ class SnapshotTable:
         known = self._snapshot
         if known is not None and not self._stale and known.version == version:
             return known
-        changed = {node_id: self._read(node_id) for node_id in self._stale}
+        changed = {node_id: self._noted(node_id, now_s) for node_id in self._stale}
         self._stale.clear()
         if known is not None and all(self._is_same_node(node_id, facts) for node_id, facts in changed.items()):
             rows = {self._row[node_id]: facts for node_id, facts in changed.items() if facts is not None}
-            made = _patched(known, rows, version=version, now_s=now_s)
+            before = [self._facts[facts.place.node_id] for facts in rows.values()]
+            made = _patched(known, rows, before, version=version, now_s=now_s)
         else:
             self._adopt(changed, known, now_s)
             made = build_snapshot(
@@ -77,14 +84,29 @@ class SnapshotTable:
                 self._facts[node_id] = facts
 
 
-def _patched(known: Snapshot, rows: dict[int, NodeFacts], *, version: int, now_s: float) -> Snapshot:
-    at = np.fromiter(rows, dtype=np.int64, count=len(rows))
-    columns: dict[str, Any] = {"age_s": known.age_s + (now_s - known.made_s)}
-    for name, column in LIVE_COLUMNS.items():
-        new = np.array([column.of(facts) for facts in rows.values()], dtype=column.dtype)
-        old = columns.get(name, getattr(known, name))
-        if not np.array_equal(old[at], new):
-            patched = old.copy()
-            patched[at] = new
-            columns[name] = patched
-    return replace(known, version=version, made_s=now_s, **columns)
+def _patched(
+    known: Snapshot, rows: dict[int, NodeFacts], before: list[NodeFacts], *, version: int, now_s: float
+) -> Snapshot:
+    """`before`: the facts that are in `known` at these rows."""
+    aged = known.age_s + (now_s - known.made_s)
+    at, nodes = np.fromiter(rows, dtype=np.int64, count=len(rows)), list(rows.values())
+    aged[at] = [node.age_s for node in nodes]
+    same_fit = all(_fit_of(a) == _fit_of(b) for a, b in zip(before, nodes, strict=True))
+    live, fit = _changes(_LIVE, before, nodes), {} if same_fit else _changes(FIT_COLUMNS, before, nodes)
+    return known.patched(at, live, fit, version=version, made_s=now_s, age_s=aged)
+
+
+def _fit_of(node: NodeFacts) -> tuple[object, ...]:
+    """All that FIT_COLUMNS read."""
+    load = node.load
+    return load.curve, node.scale, load.context_tokens, load.step_tokens, load.most_running
+
+
+def _changes(columns: Mapping[str, Column], before: list[NodeFacts], now: list[NodeFacts]) -> dict[str, AnyArray]:
+    """New values of the columns that change."""
+    changes = {}
+    for name, column in columns.items():
+        new = [column.of(node) for node in now]
+        if new != [column.of(node) for node in before]:
+            changes[name] = np.array(new, dtype=column.dtype)
+    return changes

@@ -58,6 +58,8 @@ def plan_to_wire(plan: Plan) -> pb.Plan:
             total_s=c.total_s,
             codec=c.codec,
             own_tokens=c.own_tokens,
+            tpot_s=c.tpot_s,
+            error_ratio=c.error_ratio,
         )
         for c in plan.candidates[:_MOST_CANDIDATES]
     )
@@ -82,6 +84,8 @@ def _way(candidate: Candidate) -> pb.Plan:
         legs=_legs(candidate),
         predicted_ttft_s=candidate.ttft_s,
         predicted_total_s=candidate.total_s,
+        predicted_tpot_s=candidate.tpot_s,
+        error_ratio=candidate.error_ratio,
     )
 
 

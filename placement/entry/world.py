@@ -6,6 +6,7 @@ from typing import Protocol
 
 from mesh.node.port import KvReport, NodePort
 from placement.decide.types import Snapshot
+from placement.entry.notes import Notes
 
 
 class World(Protocol):
@@ -30,6 +31,11 @@ class World(Protocol):
     @property
     def relay_node_id(self) -> str:
         """The node that carries sealed bytes between two edges of different sites."""
+        ...
+
+    @property
+    def notes(self) -> Notes:
+        """What this entry knows of nodes beside what they tell; the next snapshot has it."""
         ...
 
     def saw_transfer(self, source_node_id: str, target_node_id: str, report: KvReport) -> None:

@@ -175,6 +175,13 @@ class PolicyDocument(_Part):
         description="Whether data between two sites may pass a third node, sealed end to end.",
     )
     price: PriceTable = PriceTable()
+    offline_max_s: float | None = Field(
+        default=None,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="How long a site that is cut off may go on under this policy, in seconds since it last heard from "
+        "the mesh; then it refuses what is new. Absent: for as long as it is cut off.",
+    )
     kv_max_loss_ratio: float = Field(
         default=0.01,
         ge=0.0,

@@ -127,6 +127,7 @@ def _compile(written: PolicyDocument, document: Document, version: int) -> Polic
         relay=written.relay == "allowed",
         prices=Prices(**written.price.model_dump()),
         kv_max_loss_ratio=written.kv_max_loss_ratio,
+        offline_max_s=written.offline_max_s,
         detection=detection,
         limits=RateLimits(**written.limits.model_dump()),
         share=written.share,

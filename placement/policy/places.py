@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
+from hashlib import blake2b
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mesh.identity.place import Place
 
-_KEPT = 256  # verdicts; each is a byte a place
+_KEPT = 256  # verdicts; each is a byte or two a place, so 7 MB for 13,200 places
+Kept = TypeVar("Kept", bound=np.generic)
 
 
 class PlaceColumns:
@@ -22,14 +25,15 @@ class PlaceColumns:
 
     def __init__(self, places: tuple[Place, ...]) -> None:
         self.places = places
-        self._kept: OrderedDict[Hashable, tuple[object, NDArray[np.bool_]]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, tuple[object, NDArray[Any]]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def kept(self, owner: object, key: Hashable, make: Callable[[], NDArray[np.bool_]]) -> NDArray[np.bool_]:
-        """What `make` gave for this owner and key, made once while it is in use; nobody may write to it."""
-        full_key = (id(owner), key)
+    def kept(self, owner: object, key: Hashable, make: Callable[[], NDArray[Kept]]) -> NDArray[Kept]:
+        """What `make` gave for this owner and key, made once while it is in use; nobody may write to it. A tuple of
+        owners is known by what is in it."""
+        full_key = (tuple(map(id, owner)) if isinstance(owner, tuple) else id(owner), key)
         known = self._kept.get(full_key)
         if known is None:
             # The owner is kept too, so that its id cannot be another's.
@@ -50,6 +54,17 @@ class PlaceColumns:
     def by_id(self) -> NDArray[np.int64]:
         """Rows in the order of node ids."""
         return np.argsort(self.node_id, kind="stable")
+
+    @cached_property
+    def is_by_id(self) -> bool:
+        """Whether the rows are in the order of node ids."""
+        return bool((self.by_id == np.arange(len(self.places))).all())
+
+    @cached_property
+    def tie_keys(self) -> NDArray[np.uint64]:
+        """A number for each node id, as if drawn: the same in every process, whatever the order of rows."""
+        digests = b"".join(blake2b(place.node_id.encode(), digest_size=8).digest() for place in self.places)
+        return np.frombuffer(digests, dtype="<u8").astype(np.uint64)
 
     @cached_property
     def tier(self) -> NDArray[np.str_]:

@@ -156,6 +156,7 @@ class Policy:
     prices: Prices
     relay: bool = True  # whether sealed data may pass a third node
     kv_max_loss_ratio: float = 0.01  # rise of perplexity that a codec of moving KV may cost
+    offline_max_s: float | None = None  # how old the last word of the mesh may be at a site; None: of any age
     detection: Detection = field(default_factory=Detection)
     limits: RateLimits = field(default_factory=RateLimits)
     share: float = 1.0  # weight between tenants of one priority

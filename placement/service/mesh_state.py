@@ -24,6 +24,7 @@ from mesh.telemetry.log import get_logger
 from mesh.v1 import admin_pb2 as admin
 from placement.decide.types import Snapshot
 from placement.entry.mesh_view import IDLE, NodeFacts, NodeState, models_from_wire, to_wire
+from placement.entry.notes import Notes
 from placement.entry.peers import Dial, Peers
 from placement.entry.snapshot_table import SnapshotTable
 from placement.service.registrations import from_registration, role_of, to_registration
@@ -108,6 +109,10 @@ class MeshState:
         if node_id in self._sessions:
             return self._hub.port(node_id)
         return self._peers.port(node_id)
+
+    @property
+    def notes(self) -> Notes:
+        return self._table.notes
 
     def saw_transfer(self, source_node_id: str, target_node_id: str, report: KvReport) -> None:
         # The bytes went between two other nodes; what this process measures are its own links.

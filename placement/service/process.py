@@ -15,6 +15,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from mesh.audit.log import AUDIT_FOLDER, AuditLog
+from mesh.audit.replica import SITE_LOGS_FOLDER
 from mesh.audit.servicer import AuditServicer
 from mesh.audit.witness import WitnessDesk
 from mesh.errors import NodeUnreachable
@@ -56,13 +57,13 @@ from mesh.v1 import (
     uplink_pb2,
     uplink_pb2_grpc,
 )
-from placement.decide.settings import DecideSettings
 from placement.entry.decisions import FrontDoorDeps
 from placement.entry.front_door import FrontDoor
 from placement.entry.gateway import EntryGateway
 from placement.entry.in_flight import InFlight
 from placement.entry.intake import ServedModel, served_model
 from placement.entry.mesh_view import NodeFacts
+from placement.entry.plugins import decide_settings
 from placement.entry.public import http_listener, public_listener
 from placement.entry.relocator import Relocator
 from placement.entry.request_view import running_requests
@@ -76,6 +77,7 @@ from placement.service.request_list import requests_of_sites
 from placement.service.siblings import Siblings
 from placement.service.siblings_servicer import SiblingServicer
 from placement.service.site_config import SiteConfigSource
+from placement.service.site_logs import SiteLogs
 from placement.service.stores import PolicyStore, TenantStore
 from placement.service.telemetry import TelemetryCollector
 from placement.service.witnesses import Circle, Witnesses, admin_recorder
@@ -134,6 +136,7 @@ async def serve(settings: PlacementSettings) -> None:
             dial=dial,
             on_siblings=siblings.update,
         )
+        in_flight.notes = state.notes
         await state.start()
         stack.push_async_callback(state.close)
 
@@ -150,7 +153,7 @@ async def serve(settings: PlacementSettings) -> None:
                 salt=lambda tenant, label, model: derive_salt(tenants.directory, tenant, label, model),
                 metrics=metrics,
                 receipts=audit,
-                settings=DecideSettings(busy_after_s=settings.stale_load_s),
+                settings=decide_settings(settings.decision, stale_load_s=settings.stale_load_s),
                 copier=siblings,
                 in_flight=in_flight,
             )
@@ -198,12 +201,15 @@ async def serve(settings: PlacementSettings) -> None:
             await listener.server.start()
             stack.push_async_callback(listener.server.stop, _GRPC_GRACE_S)
         witnesses = Witnesses(audit, Circle(hub, lambda: (*state.dialled(), *siblings.up())), credentials.ca_pem)
+        site_logs = SiteLogs(settings.state_folder / SITE_LOGS_FOLDER, hub)
         witnesses.start()
         stack.push_async_callback(witnesses.close)
         history = await asyncio.to_thread(TelemetryHistory, settings.state_folder / TELEMETRY_FOLDER)
         telemetry = TelemetryCollector(hub, history)
         telemetry.start()
         stack.push_async_callback(telemetry.close)
+        site_logs.start()
+        stack.push_async_callback(site_logs.close)
         stack.callback(hub.close)  # before the servers stop: agents are told, instead of cut off
         gateway = EntryGateway(door, lambda: tenants.directory, metrics)
         http = http_listener(create_app(gateway), settings.listeners.http, settings.identity.folder)

@@ -181,7 +181,12 @@ class SiblingLink:
     def _in_flight_message(self) -> pb.ShareRequest:
         now_s = time.monotonic()
         decided = [
-            pb.Decided(node_id=each.node_id, prefill_tokens=each.prefill_tokens, age_s=now_s - each.at_s)
+            pb.Decided(
+                node_id=each.node_id,
+                prefill_tokens=each.prefill_tokens,
+                age_s=now_s - each.at_s,
+                request_id=each.request_id,
+            )
             for each in self._in_flight.own(now_s)
         ]
         return pb.ShareRequest(in_flight=pb.InFlight(decided=decided))

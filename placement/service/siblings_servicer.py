@@ -125,7 +125,12 @@ def _sent(in_flight: pb.InFlight) -> list[Sent]:
     """On this process' clock. What makes no sense is left out."""
     now_s = time.monotonic()
     return [
-        Sent(node_id=each.node_id, prefill_tokens=each.prefill_tokens, at_s=now_s - each.age_s)
+        Sent(
+            request_id=each.request_id,
+            node_id=each.node_id,
+            prefill_tokens=each.prefill_tokens,
+            at_s=now_s - each.age_s,
+        )
         for each in in_flight.decided[-MOST:]
         if math.isfinite(each.age_s) and each.age_s >= 0
     ]

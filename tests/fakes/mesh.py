@@ -31,6 +31,7 @@ from placement.entry.decisions import FrontDoorDeps
 from placement.entry.front_door import FrontDoor
 from placement.entry.intake import ServedModel
 from placement.entry.mesh_view import ModelFacts, NodeFacts, NodeState, build_snapshot
+from placement.entry.notes import Notes
 from placement.entry.receipt import Signer
 from placement.policy.book import BookGuard, PolicyBook
 from tests.fakes.fake_engine import EOS, GEOMETRY, VOCAB, FakeEngine, FakeTextStream
@@ -198,6 +199,7 @@ class MemoryMesh:
         self.entry = place_of(entry)
         self.rtt_s = rtt_s
         self.goodput_bytes_per_s = 1e8
+        self.notes = Notes()
         self.transfers: list[tuple[str, str, KvReport]] = []
         self.metrics = Metrics(node_id=entry, role=self.entry.role.value)
         self.nodes = {name: self._make(place_of(name), signer_of, step_delay_s) for name in nodes}

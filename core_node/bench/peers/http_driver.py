@@ -13,11 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 
-import http_client
 import protocol
 
 protocol.claim_stdout()
+
+from mesh.bench import http_load  # noqa: E402
 
 _POLL_S = 0.2
 _PR_SET_PDEATHSIG = 1
@@ -34,7 +36,7 @@ async def main(setting):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [word.replace("{port}", str(port)) for word in setting["command"]]
-    server = http_client.Server(port, body=setting["body"])
+    server = http_load.Server(port, body=setting["body"])
     # In our process group, which whoever started us stops, continues and ends as a whole.
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -52,7 +54,8 @@ async def main(setting):
         protocol.say({"ready": setting["said"]})
         while line := await asyncio.to_thread(sys.stdin.readline):
             request = json.loads(line)
-            protocol.say(await server.work(request["prompts"], request["max_tokens"], request["at_s"]))
+            burst = await server.work(request["prompts"], request["max_tokens"], request["at_s"])
+            protocol.say({**asdict(burst), "ids": None})
     finally:
         if process.returncode is None:
             process.terminate()

@@ -5,16 +5,16 @@ import asyncio
 import json
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import http_client
 import protocol
 
 protocol.claim_stdout()
 
 from mesh import __version__  # noqa: E402
+from mesh.bench import http_load  # noqa: E402
 from mesh.local.commands import make_plan  # noqa: E402
 from mesh.local.local_mesh import LocalMesh  # noqa: E402
 
@@ -24,7 +24,7 @@ async def main(model, threads, dtype):
         plan = make_plan(core=1, edge="", state=Path(folder), model=model, device="cpu", core_threads=threads)
         plan = replace(plan, core_dtype=dtype)
         async with LocalMesh.running(plan, lambda line: print(line, file=sys.stderr)) as (_, ready):
-            server = http_client.Server(
+            server = http_load.Server(
                 urlsplit(ready.core.http).port,
                 body={"model": plan.model_id},
                 headers={"Authorization": f"Bearer {ready.api_key}"},
@@ -32,7 +32,8 @@ async def main(model, threads, dtype):
             protocol.say({"ready": f"kvmesh {__version__}: entry and one core node, {dtype}, {threads} threads"})
             while line := await asyncio.to_thread(sys.stdin.readline):
                 request = json.loads(line)
-                protocol.say(await server.work(request["prompts"], request["max_tokens"], request["at_s"]))
+                burst = await server.work(request["prompts"], request["max_tokens"], request["at_s"])
+                protocol.say({**asdict(burst), "ids": None})
 
 
 if __name__ == "__main__":

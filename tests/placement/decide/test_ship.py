@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.decide.decide import decide
-from placement.decide.scores import node_times
+from placement.decide.filters import filter_nodes
+from placement.decide.scores import NodeTimes, node_times
 from placement.decide.settings import DEFAULTS
 from placement.decide.ship import _Pair, _pair, shipping
+from placement.decide.ship_one import ship_one
 from placement.decide.types import PlacementRequest, Plan, PlanShape, Refusal, Shipment, Snapshot, Wish
 from placement.policy.model import parse_policy
 from placement.policy.rules import Policy, Prices
@@ -119,9 +121,14 @@ def test_a_wish_does_not_go_beyond_quality_or_what_there_is(codec: str) -> None:
     assert found.denied == (codec == "tiny")
 
 
+def _times(snap: Snapshot, req: PlacementRequest) -> NodeTimes:
+    filtered = filter_nodes(snap, req, policy(), entry_site="", now_s=0.0, settings=DEFAULTS)
+    return node_times(snap, req, Prices(), filtered, DEFAULTS)
+
+
 def _pair_of(snap: Snapshot, prompt_tokens: int) -> _Pair:
     req = request(prompt_tokens)
-    times = node_times(snap, req, Prices(), np.zeros(2), DEFAULTS)
+    times = _times(snap, req)
     return _pair(snap, times, req, np.array([0]), np.array([1]), DEFAULTS)
 
 
@@ -152,8 +159,11 @@ def test_no_other_meeting_point_is_much_better(
         ),
     ]
     snap, req = snapshot(nodes, entry="edge-a"), request(prompt)
-    times = node_times(snap, req, Prices(), np.zeros(2), DEFAULTS)
+    times = _times(snap, req)
     found = shipping(snap, times, req, np.array([0]), np.array([1]), DEFAULTS)
+    for i, one in enumerate(ship_one(snap, times, req, 0, 1, DEFAULTS)):  # the same in plain numbers
+        assert (one.ship_s, one.both_s) == pytest.approx((found.ship_s[i, 0, 0], found.both_s[i, 0, 0]))
+        assert one.own_tokens == found.own_tokens[i, 0, 0]
     pair = _pair_of(snap, prompt)
     tried = [
         np.maximum(pair.tail_s(np.full((4, 1, 1), float(p))), pair.own_s(np.full((4, 1, 1), float(p))))

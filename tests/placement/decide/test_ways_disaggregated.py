@@ -97,11 +97,12 @@ def test_a_node_that_does_both_is_used_with_a_decode_node_or_alone() -> None:
 
 def test_a_split_and_an_offload_keep_to_roles() -> None:
     nodes = (prefill(), decode(), edge("paris", prefill_tokens_per_s=50.0))
-    found = plan(snapshot(nodes, entry="edge-paris"), request(3000))
-    splits = [c for c in found.candidates if c.shape is PlanShape.SPLIT]
-    offloads = [c for c in found.candidates if c.shape is PlanShape.OFFLOAD]
-    assert {c.prefill.node_id for c in splits} == {"pre-1"}
-    assert {c.decode.node_id for c in offloads} == {"dec-1"}
+    split, offload = (
+        plan(snapshot(nodes, entry="edge-paris"), request(3000, wish=Wish(shape=shape)))
+        for shape in (PlanShape.SPLIT, PlanShape.OFFLOAD)
+    )
+    assert {c.prefill.node_id for c in split.candidates} == {"pre-1"}
+    assert {c.decode.node_id for c in offload.candidates} == {"dec-1"}
 
 
 def test_policy_holds_at_both_ends() -> None:

@@ -16,6 +16,7 @@ from placement.decide.types import Snapshot
 from placement.entry import driver as driver_module
 from placement.entry import runner_types as rt
 from placement.entry.driver import RequestDriver
+from placement.entry.notes import Notes
 from placement.entry.orders import Work, choose_dialler
 from placement.entry.runner import PlanRunner
 from tests.fakes.fake_node import context_of, greedy
@@ -47,6 +48,7 @@ class ScriptedPort:
 class ScriptedWorld:
     def __init__(self, *ports: ScriptedPort) -> None:
         self.ports = {p.place.node_id: p for p in ports}
+        self.notes = Notes()
 
     def snapshot(self) -> Snapshot:
         raise NotImplementedError

@@ -8,7 +8,7 @@ import pytest
 from mesh.kv.hashing import block_hashes
 from mesh.node.port import KvReport
 from placement.decide.types import CodecTable
-from placement.entry.learned import CodecSavings, PrefixMemory, cached_column
+from placement.entry.learned import CodecSavings, PrefixMemory
 
 IDS = tuple(range(100))
 BLOCKS = block_hashes("layout", b"salt", IDS)  # 6 of them
@@ -39,11 +39,6 @@ def test_it_forgets_by_time_and_by_number() -> None:
     memory.saw("b", block_hashes("layout", b"s2", IDS)[:3], 20.0)
     assert memory.tokens(BLOCKS, 20.0) == {}  # its first two made room
     assert memory.tokens(block_hashes("layout", b"s2", IDS), 20.0) == {"b": 48}
-
-
-def test_a_column_over_nodes() -> None:
-    assert cached_column(("a", "b"), {"b": 32, "gone": 16}).tolist() == [0, 32]
-    assert cached_column(("a",), {}).tolist() == [0]
 
 
 def report(codec: str, wire_bytes: int, tokens: int = 1000, skipped: int = 0) -> KvReport:

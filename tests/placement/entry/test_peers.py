@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc.aio
 import pytest
 
+from mesh.bench.link import LinkProxy
 from mesh.errors import NodeUnreachable
 from mesh.node.host import NodeHost
 from mesh.node.port import Peer, PortEvent, PortTokens
@@ -213,3 +214,25 @@ async def test_a_bug_in_a_probe_does_not_leave_a_link_reachable(
         await until(lambda: not link.facts.reachable)
         monkeypatch.setattr(link, "_probe", probe)
         await until(lambda: link.facts.reachable)
+
+
+async def test_a_link_that_swallows_everything_ends_its_silent_runs(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "_PROBE_TIMEOUT_S", 0.2)
+    host, _, port = served.address.rpartition(":")
+    async with LinkProxy(host, int(port)) as link, peers_of(watch_load=False) as peers:
+        peers.update([Peer(address=link.address, place=CORE)])
+        opened = peers.link("core-1")
+        assert opened is not None
+        await until(lambda: opened.facts.reachable)
+        order = run_order("r", prompt(20), sampling=greedy(max_tokens=900))
+        async with aclosing(peers.port("core-1").run(order)) as run:
+            await anext(run)
+            link.stall()
+            with pytest.raises((NodeUnreachable, asyncio.CancelledError)):
+                async for _ in run:
+                    pass
+        assert not opened.facts.reachable
+        link.resume()
+        await until(lambda: opened.facts.reachable)

@@ -46,6 +46,21 @@ async def test_a_local_request_touched_one_node(mesh: MemoryMesh, authority: Cer
     assert "private" not in json.dumps(body)
 
 
+async def test_what_was_predicted_stands_beside_what_was_measured(
+    mesh: MemoryMesh, authority: CertificateAuthority
+) -> None:
+    answer = await ask(mesh.door, request_of("how long"))
+    body = verify_receipt(receipt_of(answer), authority.ca_pem).body
+    assert answer.finish is not None
+    assert body["measured"]["ttft_s"] == pytest.approx(answer.finish.ttft_s, abs=1e-3)
+    assert set(body["predicted"]) == {"ttft_s", "tpot_s", "total_s", "error_ratio"}
+    assert body["predicted"]["ttft_s"] > 0
+    text = mesh.metrics.render().decode()
+    for time in ("ttft", "tpot", "total"):
+        assert f'kvmesh_prediction_error_ratio_count{{time="{time}"}} 1.0' in text
+        assert f'kvmesh_prediction_error_median_ratio{{time="{time}"}}' in text
+
+
 async def test_a_split_has_the_prefill_s_leg_too(mesh: MemoryMesh, authority: CertificateAuthority) -> None:
     answer = await ask(mesh.door, request_of("a longer prompt " * 6, shape=pb.PLAN_SHAPE_SPLIT))
     verified = verify_receipt(receipt_of(answer), authority.ca_pem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
@@ -64,7 +65,7 @@ class Service:
 
 
 async def service(mesh: MemoryMesh, place: Place, caller: Place) -> Service:
-    in_flight = InFlight()
+    in_flight = InFlight(mesh.notes)
     siblings = Siblings(lambda peer: grpc.aio.insecure_channel(peer.address), in_flight)
     metrics = Metrics(node_id=place.node_id, role="placement")
     deps = replace(mesh.deps, signer=FakeSigner(place), copier=siblings, in_flight=in_flight, metrics=metrics)
@@ -265,13 +266,21 @@ async def test_what_one_sends_counts_at_the_other_with_its_age(pair: tuple[Servi
     await until(lambda: bool(two.in_flight._others.get("placement-1")))
     (sent,) = two.in_flight._others["placement-1"]
     assert sent.prefill_tokens == 50
-    snapshot = replace(mesh.snapshot(), made_s=sent.at_s - 1.0)
-    row = snapshot.row_of(sent.node_id)
-    before = int(snapshot.waiting[row]), int(snapshot.waiting_prefill_tokens[row])
-    counted = two.in_flight.applied(snapshot, sent.at_s + 0.1)
-    assert (counted.waiting[row], counted.waiting_prefill_tokens[row]) == (before[0] + 1, before[1] + 50)
-    newer = two.in_flight.applied(replace(snapshot, made_s=sent.at_s + 1.0), sent.at_s + 1.0)
-    assert newer.waiting[row] == before[0], "the node's own figures have it by then"
+    now_s = time.monotonic()
+
+    def known(heard_s: float) -> tuple[int, int]:
+        placed = mesh.notes._in_flight.at(sent.node_id, heard_s, now_s, grace_s=0.05)
+        return placed.runs, placed.prefill_tokens
+
+    mesh.notes.left(sent.node_id, sent.request_id)  # of the first door, which shares the world
+    two.in_flight.lost("placement-1")
+    two.in_flight.told("placement-1", [sent, sent])
+    two.in_flight.told("placement-1", [sent])
+    assert known(sent.at_s - 1.0) == (1, 50), "once, however often it is told"
+    two.in_flight.lost("placement-1")
+    assert known(sent.at_s - 1.0) == (0, 0)
+    two.in_flight.told("placement-1", [sent])
+    assert known(sent.at_s + 1.0) == (0, 0), "the node's own figures have it by then"
     await one.kill()
     await until(lambda: not two.in_flight._others)
 

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PEERS = Path(__file__).parents[4] / "core_node" / "bench" / "peers"
+from mesh.bench import http_load
+
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
-
-
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module; drivers import each other by bare names, as a script's folder is on its path."""
-    monkeypatch.syspath_prepend(str(PEERS))
-    import http_client  # type: ignore[import-not-found,unused-ignore]
-
-    yield http_client
-    for name in ("http_client", "protocol"):
-        sys.modules.pop(name, None)
 
 
 @asynccontextmanager
@@ -55,7 +43,7 @@ def chunked(body: bytes, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-async def test_events_are_read_however_they_are_cut_into_chunks(client: Any, size: int) -> None:
+async def test_events_are_read_however_they_are_cut_into_chunks(size: int) -> None:
     asked: list[dict[str, Any]] = []
 
     def answer(body: dict[str, Any]) -> bytes:
@@ -63,17 +51,16 @@ async def test_events_are_read_however_they_are_cut_into_chunks(client: Any, siz
         return chunked(events(body["max_tokens"]), size)
 
     async with server(answer) as port:
-        found = await client.Server(port, body={"model": "m"}).work([[1, 2], [3]], [3, 2], [0.0, 0.0])
-    assert found["n_tokens"] == [3, 2]
-    assert found["ids"] is None
-    assert all(0 < f <= last <= found["wall_s"] for f, last in zip(found["first_s"], found["last_s"], strict=True))
+        found = await http_load.Server(port, body={"model": "m"}).work([[1, 2], [3]], [3, 2], [0.0, 0.0])
+    assert found.n_tokens == (3, 2)
+    assert all(0 < f <= last <= found.wall_s for f, last in zip(found.first_s, found.last_s, strict=True))
     assert sorted(body["prompt"] for body in asked) == [[1, 2], [3]]
     assert all(body["model"] == "m" and body["ignore_eos"] and body["temperature"] == 0.0 for body in asked)
 
 
-async def test_a_body_that_ends_with_the_connection(client: Any) -> None:
+async def test_a_body_that_ends_with_the_connection() -> None:
     async with server(lambda body: HEAD + b"\r\n" + events(2)) as port:
-        assert (await client.Server(port, body={}).work([[1]], [2], [0.0]))["n_tokens"] == [2]
+        assert (await http_load.Server(port, body={}).work([[1]], [2], [0.0])).n_tokens == (2,)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +74,13 @@ async def test_a_body_that_ends_with_the_connection(client: Any) -> None:
         (b"", "closed the connection"),
     ],
 )
-async def test_a_failed_request_is_an_error(client: Any, raw: bytes, said: str) -> None:
+async def test_a_failed_request_is_an_error(raw: bytes, said: str) -> None:
     async with server(lambda body: raw) as port:
         with pytest.raises(RuntimeError, match=said):
-            await client.Server(port, body={}).work([[1]], [3], [0.0])
+            await http_load.Server(port, body={}).work([[1]], [3], [0.0])
 
 
-async def test_a_server_that_is_not_there_yet(client: Any) -> None:
+async def test_a_server_that_is_not_there_yet() -> None:
     async with server(lambda body: b"HTTP/1.1 503 Loading\r\n\r\n") as port:
-        assert await client.Server(port, body={}).get("/health") == 503
-    assert await client.Server(port, body={}).get("/health") is None
+        assert await http_load.Server(port, body={}).get("/health") == 503
+    assert await http_load.Server(port, body={}).get("/health") is None
