@@ -10,6 +10,7 @@ perplexity of the last tokens of each window when all before but sinks and windo
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -182,12 +183,15 @@ def _split(
     n = plan.fit_windows + plan.held_out_windows
     cut = windows(texts, load_tokenizer(description.path), n_windows=n, window_tokens=plan.window_tokens)
     every = max(2, round(n / plan.held_out_windows))
-    seen: dict[str, int] = {}
+    total = Counter(kind for kind, _ in cut)
+    out_of = {kind: max(1, round(m / every)) if m > 1 else 0 for kind, m in total.items()}
+    middles = {kind: {(2 * i + 1) * total[kind] // (2 * h) for i in range(h)} for kind, h in out_of.items()}
+    seen: Counter[str] = Counter()
     fit: list[tuple[str, NDArray[np.int64]]] = []
     held_out: list[tuple[str, NDArray[np.int64]]] = []
     for kind, ids in cut:
-        seen[kind] = seen.get(kind, 0) + 1
-        (held_out if seen[kind] % every == every // 2 + 1 else fit).append((kind, ids))
+        (held_out if seen[kind] in middles[kind] else fit).append((kind, ids))
+        seen[kind] += 1
     if not held_out:
         held_out, fit = fit[-1:], fit[:-1] or fit
     return fit, held_out

@@ -49,7 +49,7 @@ def decide(
     ranked_ways = rank(ways, view, ties, max_loss_ratio=loss)
     candidates = ranked_ways.candidates
     if not candidates:
-        if math.isfinite(ranked_ways.least_total_s):
+        if math.isfinite(min(ranked_ways.least_total_s, ranked_ways.least_ttft_s)):
             return late_refusal(snapshot, request, policy, filtered, ranked_ways, settings)
         if all(map(len, ways.split)) and (request.wish.codec or request.wish.shipment is not None):
             return shipment_refusal(snapshot, times, request, policy, filtered)

@@ -105,10 +105,15 @@ def late_refusal(
 ) -> Refusal:
     """Nodes are free for it, and none would be done before its deadline. With queues as short as they could be, one
     might: then it is told when to try again."""
-    deadline_s = request.deadline_s or 0.0
-    queues = ranked.least_idle_s <= deadline_s
+    limits = [
+        ("done", request.deadline_s, ranked.least_total_s, ranked.least_idle_s),
+        ("at its first token", request.ttft_deadline_s, ranked.least_ttft_s, ranked.idle_ttft_s),
+    ]
+    over = [(now_s - limit_s, limit_s, now_s, idle_s, what) for what, limit_s, now_s, idle_s in limits if limit_s]
+    over_s, deadline_s, least_s, _, what = max(over)
+    queues = all(idle_s <= limit_s for _, limit_s, _, idle_s, _ in over)
     least, most = settings.retry_s
-    retry_s = min(max(ranked.least_total_s - deadline_s, least), most) if queues else 0.0
+    retry_s = min(max(over_s, least), most) if queues else 0.0
     advice = f"try again in {retry_s:.1f} s" if queues else "no node could, even without a queue"
     return Refusal(
         permanent=not queues,
@@ -117,7 +122,7 @@ def late_refusal(
         missing=(),
         refused=group_refused(snapshot, request, filtered),
         message=(
-            f"it would be done in {ranked.least_total_s:.2f} s at best, its deadline is {deadline_s:.2f} s: {advice}; "
+            f"it would be {what} in {least_s:.2f} s at best, its deadline is {deadline_s:.2f} s: {advice}; "
             f"policy allows label {request.label} at {policy.explain_rules(request.label, DataKind.PROMPT)}"
         ),
         overloaded=queues,

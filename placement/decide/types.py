@@ -246,6 +246,7 @@ class PlacementRequest:
     ttft_s: float | None = None
     tpot_s: float | None = None
     deadline_s: float | None = None
+    ttft_deadline_s: float | None = None  # a first token that comes later is of no use
     wish: Wish = Wish()
     exclude: frozenset[str] = frozenset()  # node ids that failed this request already
     brings_kv: bool = False  # it runs already and its KV comes along: the target need not prefill

@@ -77,11 +77,14 @@ def find_ways(
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranked:
     """`candidates`: best first, the best few of each shape. `least_total_s`: the soonest that any way would be done, if
-    predictions are as far off as they usually are; `least_idle_s`: the same on idle nodes. Infinite without ways."""
+    predictions are as far off as they usually are; `least_idle_s`: the same on idle nodes; the other two are these of
+    the first token. Infinite without ways, and without a deadline of that kind."""
 
     candidates: list[Candidate]
     least_total_s: float
     least_idle_s: float
+    least_ttft_s: float = math.inf
+    idle_ttft_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,7 +108,7 @@ def rank(ways: Ways, view: ScoreView, ties: Ties, *, max_loss_ratio: float) -> R
     singles = np.concatenate((ways.local, ways.core))
     soonest = _Soonest(times, request)
     if len(singles):
-        soonest.look(single.total_s[singles], times.wait_s[singles], singles)
+        soonest.look((single.total_s[singles], single.ttft_s[singles]), times.wait_s[singles], singles)
     cost_s = soonest.in_time(single)
     found = [
         *_best_singles(PlanShape.LOCAL, ways.local, single, cost_s, view, ties),
@@ -123,7 +126,8 @@ def rank(ways: Ways, view: ScoreView, ties: Ties, *, max_loss_ratio: float) -> R
         first, then = _worth_a_look(first, then, bound, most_s, view, ties)
         if len(first) and len(then):
             predicted = with_cost(score(view.snapshot, times, request, first, then, settings), view)
-            soonest.look(predicted.total_s, times.wait_s[first][:, None], first[:, None], then[None, :])
+            done = predicted.total_s, predicted.ttft_s
+            soonest.look(done, times.wait_s[first][:, None], first[:, None], then[None, :])
             found.extend(_best_pairs(shape, first, then, predicted, soonest.in_time(predicted), most_s, view, ties))
 
     def order(place: Place) -> int:
@@ -132,7 +136,10 @@ def rank(ways: Ways, view: ScoreView, ties: Ties, *, max_loss_ratio: float) -> R
     found.sort(key=lambda c: (c.cost_s, c.shape.value))
     if any((a.cost_s, a.shape) == (b.cost_s, b.shape) for a, b in pairwise(found)):  # rare; their order is drawn
         found.sort(key=lambda c: (c.cost_s, c.shape.value, order(c.decode), order(c.prefill)))
-    return Ranked(candidates=found, least_total_s=soonest.total_s, least_idle_s=soonest.idle_s)
+    (total_s, idle_s), (ttft_s, idle_ttft_s) = soonest.least
+    return Ranked(
+        candidates=found, least_total_s=total_s, least_idle_s=idle_s, least_ttft_s=ttft_s, idle_ttft_s=idle_ttft_s
+    )
 
 
 def _worth_a_look(
@@ -157,21 +164,23 @@ Bound = Callable[[Snapshot, NodeTimes, PlacementRequest, IntArray, IntArray, Dec
 
 
 class _Soonest:
-    """Of all ways, when the first would be done; and which are done in time, if the request has a deadline. A
-    prediction misses the deadline only if it does so after it is shortened by its usual error."""
+    """Of all ways, when the first would be done, and have its first token; and which are in time, if the request has a
+    deadline for either. A prediction misses it only if it does so after it is shortened by its usual error."""
 
     def __init__(self, times: NodeTimes, request: PlacementRequest) -> None:
         self._error = times.error_ratio
-        self._deadline_s = None if request.brings_kv else request.deadline_s
-        self.total_s = self.idle_s = math.inf
+        deadlines = (request.deadline_s, request.ttft_deadline_s)
+        self._deadlines = (None, None) if request.brings_kv else deadlines
+        self.least = [(math.inf, math.inf), (math.inf, math.inf)]  # as it is, and on idle nodes
 
-    def look(self, total_s: FloatArray, wait_s: FloatArray, *rows: IntArray) -> None:
-        """Ways with these times that use these rows."""
-        if self._deadline_s is not None and total_s.size:
-            surely_s = total_s / (1.0 + self._usual(rows))
-            self.total_s = min(self.total_s, float(surely_s.min()))
-            idle_s = (total_s - wait_s) / (1.0 + self._usual(rows))
-            self.idle_s = min(self.idle_s, float(idle_s.min()))
+    def look(self, done_s: tuple[FloatArray, FloatArray], wait_s: FloatArray, *rows: IntArray) -> None:
+        """Ways that use these rows, with their times to the last and to the first token."""
+        for kind, (deadline_s, predicted_s) in enumerate(zip(self._deadlines, done_s, strict=True)):
+            if deadline_s is not None and predicted_s.size:
+                usual = 1.0 + self._usual(rows)
+                now_s, idle_s = self.least[kind]
+                now_s = min(now_s, float((predicted_s / usual).min()))
+                self.least[kind] = now_s, min(idle_s, float(((predicted_s - wait_s) / usual).min()))
 
     def _usual(self, rows: tuple[IntArray, ...]) -> FloatArray:
         usual = self._error[rows[0]]
@@ -180,12 +189,16 @@ class _Soonest:
         return usual
 
     def in_time(self, ways: Predicted) -> FloatArray:
-        """The costs, infinite where the deadline would be missed."""
-        if self._deadline_s is None:
-            return ways.cost
+        """The costs, infinite where a deadline would be missed."""
+        cost_s = ways.cost
+        if self._deadlines == (None, None):
+            return cost_s
         parts = [rows for rows in (ways.prefill, ways.decode) if rows is not None]
-        usual = self._usual(tuple(parts)) if parts else self._error
-        return np.where(ways.total_s / (1.0 + usual) <= self._deadline_s, ways.cost, np.inf)
+        usual = 1.0 + (self._usual(tuple(parts)) if parts else self._error)
+        for deadline_s, predicted_s in zip(self._deadlines, (ways.total_s, ways.ttft_s), strict=True):
+            if deadline_s is not None:
+                cost_s = np.where(predicted_s / usual <= deadline_s, cost_s, np.inf)
+        return cost_s
 
 
 def _least(rows: IntArray, costs: FloatArray, ties: Ties, count: int) -> IntArray:

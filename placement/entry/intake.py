@@ -344,6 +344,7 @@ async def accept(request: pb.GenerateRequest, principal: Principal, terms: Terms
             ttft_s=_positive(request.latency, "ttft_s") or policy.targets.ttft_s,
             tpot_s=_positive(request.latency, "tpot_s") or policy.targets.tpot_s,
             deadline_s=_sooner(_positive(request.latency, "deadline_s"), policy.targets.deadline_s),
+            ttft_deadline_s=policy.targets.ttft_deadline_s,
             wish=_wish(request.placement),
         ),
         idempotency_key=request.idempotency_key,

@@ -25,8 +25,11 @@ class PrefixMemory:
     """Salted names of token blocks (mesh.kv.hashing), and the nodes that computed or got KV of each lately. The one
     that was used last is forgotten last."""
 
-    def __init__(self, most_blocks: int = _MOST_BLOCKS, keep_s: float = _KEEP_S) -> None:
+    def __init__(
+        self, most_blocks: int = _MOST_BLOCKS, keep_s: float = _KEEP_S, *, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
         self._most_blocks = most_blocks
+        self._block_tokens = block_tokens
         self._keep_s = keep_s
         self._holders: OrderedDict[bytes, dict[str, float]] = OrderedDict()  # block -> node id -> time
 
@@ -47,7 +50,7 @@ class PrefixMemory:
             alive = fresh if alive is None else alive & fresh
             if not alive:
                 break
-            found.update(dict.fromkeys(alive, n * BLOCK_TOKENS))
+            found.update(dict.fromkeys(alive, n * self._block_tokens))
         return found
 
 

@@ -76,3 +76,5 @@ def _load(policy: Policy) -> Iterator[str]:
               ("deadline", targets.deadline_s)) if value is not None]  # fmt: skip
     if wanted:
         yield f"A request that states no other wish has {', '.join(wanted)}."
+    if targets.ttft_deadline_s is not None:
+        yield f"A request whose first token would take more than {targets.ttft_deadline_s:g} s everywhere is refused."

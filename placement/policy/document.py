@@ -121,6 +121,9 @@ class TargetRules(_Part):
     ttft_s: Seconds | None = Field(default=None, description="Time to first token.")
     tpot_s: Seconds | None = Field(default=None, description="Time per output token.")
     deadline_s: Seconds | None = Field(default=None, description="A request that takes longer is ended.")
+    ttft_deadline_s: Seconds | None = Field(
+        default=None, description="A request whose first token would come later wherever it may run is refused at once."
+    )
 
 
 class ConditionRule(_Part):

@@ -138,6 +138,7 @@ class LatencyTargets:
     ttft_s: float | None = None
     tpot_s: float | None = None
     deadline_s: float | None = None
+    ttft_deadline_s: float | None = None  # of all requests: they cannot state one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from core_node.kvtc.calibrate import Calibration, Plan, calibrate
+from core_node.kvtc.calibrate import Calibration, Plan, _split, calibrate
 from core_node.kvtc.commands import register
 from core_node.kvtc.probe import ModelProbe
 from core_node.kvtc.quality_probe import HeldOut, loss_of
@@ -180,3 +181,11 @@ def test_the_command_writes_an_artifact_and_shows_it(model: ModelDescription, tm
     shown = runner.invoke(app, ["kvtc", "show", str(out)])
     assert shown.exit_code == 0
     assert "24x" in shown.output
+
+
+def test_every_kind_of_text_is_held_out_too(model: ModelDescription, texts: tuple[Text, ...]) -> None:
+    """What a setting loses is judged by its worst kind: a kind that is only learned of would never be judged."""
+    plan = replace(PLAN, fit_windows=12, held_out_windows=3)
+    fit, held_out = _split((*texts, Text(kind="much", text=texts[0].text, share=0.5)), model, plan)
+    assert {kind for kind, _ in held_out} == {kind for kind, _ in fit}
+    assert len(held_out) < len(fit)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from mesh.node.latency_model import LatencyCurve
 from placement.entry.mesh_view import NodeFacts
 from placement.entry.notes import Notes
 from placement.entry.snapshot_table import SnapshotTable
@@ -51,6 +52,14 @@ def test_a_clock_that_goes_back_forgets_rather_than_counts_for_ever() -> None:
     notes = Notes()
     notes.placed("core-1", "a", ONE, 1000.0)
     assert seen(notes, age_s=0.0, now_s=5.0) == (0, 0, 0)
+
+
+def test_a_queue_that_was_told_a_moment_ago_is_shorter_now() -> None:
+    curve = LatencyCurve(prefill_base_s=0.1, prefill_token_s=0.001, decode_base_s=0.02)
+    load = replace(CORE.load, running=0, waiting_prefill_tokens=1000, curve=curve, step_tokens=100)
+    for age_s, left in ((0.0, 1000), (1.0, 500), (1.9, 50), (3.0, 1000)):  # 0.2 s for 100 tokens; the last is too old
+        facts = Notes().applied(replace(CORE, load=load, age_s=age_s), 50.0)
+        assert facts.load.waiting_prefill_tokens == pytest.approx(left, abs=1)
 
 
 def test_its_memory_is_bounded() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
@@ -13,7 +11,6 @@ from mesh.identity.principal import AccessRole, Principal
 from mesh.identity.tenants import issue_key, new_tenant
 from mesh.rpc.uplink.hub import UplinkHub
 from mesh.v1 import admin_pb2, uplink_pb2
-from placement.service.mesh_state import MeshState
 from placement.service.process import _Mover
 from placement.service.site_config import SiteConfigSource
 from placement.service.stores import PolicyStore, TenantStore
@@ -85,15 +82,10 @@ TENANT = Principal(tenant="acme", role=AccessRole.TENANT, key_id="k")
 OPERATOR = Principal(tenant="ops", role=AccessRole.OPERATOR, key_id="k")
 
 
-def knowing(views: dict[str, admin_pb2.NodeView]) -> MeshState:
-    """The mesh's state, as far as a mover asks it."""
-    return cast(MeshState, SimpleNamespace(view_of=views.get))
-
-
 @pytest.mark.parametrize(("who", "scope"), [(TENANT, "acme"), (OPERATOR, "")])
 async def test_a_request_that_entered_at_an_edge_is_moved_there(uplinks: Mesh, who: Principal, scope: str) -> None:
     site = await uplinks.attach("edge-1")
-    mover = _Mover(MemoryMesh(entry="placement-1").door, uplinks.hub, knowing({}), place_of("placement-1"))
+    mover = _Mover(MemoryMesh(entry="placement-1").door, uplinks.hub, lambda node_id: None, place_of("placement-1"))
     moved = await mover.migrate(who, admin_pb2.MigrateRequest(request_id="edge-1:abc", tier="core"))
     assert moved.to_node_id == "core-1"
     assert [(c.tenant, c.migrate.request_id, c.migrate.tier) for c in site.commands] == [(scope, "edge-1:abc", "core")]
@@ -108,7 +100,7 @@ async def test_a_request_that_entered_at_an_edge_is_moved_there(uplinks: Mesh, w
 
 async def test_a_request_whose_entry_is_away_may_be_moved_later(uplinks: Mesh) -> None:
     known = {"edge-9": admin_pb2.NodeView(node_id="edge-9", tier="edge")}
-    mover = _Mover(MemoryMesh(entry="placement-1").door, uplinks.hub, knowing(known), place_of("placement-1"))
+    mover = _Mover(MemoryMesh(entry="placement-1").door, uplinks.hub, known.get, place_of("placement-1"))
     with pytest.raises(NodeUnreachable, match="edge-9"):
         await mover.migrate(OPERATOR, admin_pb2.MigrateRequest(request_id="edge-9:abc", tier="core"))
 
@@ -116,7 +108,7 @@ async def test_a_request_whose_entry_is_away_may_be_moved_later(uplinks: Mesh) -
 async def test_an_entry_is_told_of_a_target_at_another_site_and_of_no_other(uplinks: Mesh) -> None:
     site = await uplinks.attach("edge-1")
     known = {name: admin_pb2.NodeView(node_id=name, tier=name.split("-")[0]) for name in ("edge-2", "core-1", "edge-1")}
-    mover = _Mover(MemoryMesh(entry="placement-1").door, uplinks.hub, knowing(known), place_of("placement-1"))
+    mover = _Mover(MemoryMesh(entry="placement-1").door, uplinks.hub, known.get, place_of("placement-1"))
     for target in ("edge-2", "core-1", "edge-1", "edge-9"):
         await mover.migrate(OPERATOR, admin_pb2.MigrateRequest(request_id="edge-1:abc", node_id=target))
     assert [c.target.node_id for c in site.commands] == ["edge-2", "", "", ""]
@@ -128,7 +120,7 @@ async def test_other_requests_are_looked_for_here(request_id: str) -> None:
         raise AssertionError
 
     hub = UplinkHub(never)  # type: ignore[arg-type]
-    mover = _Mover(MemoryMesh(entry="placement-1").door, hub, knowing({}), place_of("placement-1"))
+    mover = _Mover(MemoryMesh(entry="placement-1").door, hub, lambda node_id: None, place_of("placement-1"))
     with pytest.raises(MeshError) as caught:
         await mover.migrate(OPERATOR, admin_pb2.MigrateRequest(request_id=request_id, tier="core"))
     assert isinstance(caught.value, NotFound)
