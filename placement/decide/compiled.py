@@ -7,8 +7,7 @@
 
 The formulae are those of placement.predict.predict, for all nodes at once, with the corrections that the entry measured
 in them; a node that tells no fit is taken by its speeds and the pessimistic defaults. A snapshot that came from another
-one by changing a few rows gets its columns by working out those rows. Memory: 16 columns of 8 bytes, 128 bytes a node
-and snapshot; only the newest is held.
+one by changing a few rows gets its columns by working out those rows. Memory: 122 bytes a node.
 """
 
 from __future__ import annotations
