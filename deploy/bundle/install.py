@@ -158,7 +158,7 @@ def _install_version(bundle: Path, manifest: dict[str, Any], builds: list[dict[s
     pip_wheel = next(iter(sorted((bundle / "wheels").glob("pip-*.whl"))), None)
     if pip_wheel is None:
         raise Refused("the bundle holds no wheel of pip")
-    pip = [str(python), str(pip_wheel / "pip"), "--disable-pip-version-check", "install", "--no-index"]
+    pip = [str(python), str(pip_wheel / "pip"), "--isolated", "--disable-pip-version-check", "install", "--no-index"]
     build = _install_llama(bundle, pip, python, builds)
     print("  kvmesh")
     _run([*pip, "--find-links", str(bundle / "wheels"), "--find-links", str(bundle / build["folder"]),
@@ -179,7 +179,7 @@ def _install_llama(bundle: Path, pip: list[str], python: Path, builds: list[dict
     for build in builds:
         wheel = next(iter(sorted((bundle / build["folder"]).glob("*.whl"))))
         _run([*pip, "--force-reinstall", "--find-links", str(bundle / "wheels"), str(wheel)])
-        done = subprocess.run([str(python), "-c", TRIAL], capture_output=True, text=True)
+        done = subprocess.run([str(python), "-c", TRIAL], capture_output=True, text=True, env=_plain_environment())
         if done.returncode == 0:
             print(f"  llama.cpp: the build {build['name']}")
             return build
@@ -244,8 +244,13 @@ def _say_what_next(options: argparse.Namespace, manifest: dict[str, Any], target
     print(f"           {options.prefix / 'current' / 'docs' / 'site-operator.md'}")
 
 
+def _plain_environment() -> dict[str, str]:
+    """Without what would point Python or pip elsewhere: another kvmesh on PYTHONPATH would count as installed."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
+
+
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=_plain_environment())
     if done.returncode:
         raise Refused(f"`{' '.join(command[:4])} ...` failed: {(done.stderr or done.stdout).strip()[-800:]}")
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ BASELINE: Final = "baseline"
 LLAMA: Final = "llama-cpp-python"
 _INSTALLER: Final = ("deploy/bundle/install.sh", "deploy/bundle/install.py")
 _EXTRAS: Final = ("deploy/systemd", "deploy/docs")
+_SOURCE_FILES: Final = ("pyproject.toml", "README.md", "LICENSE")
+_PACKAGES: Final = ("mesh", "placement", "core_node", "edge_node")
 _LLAMA_OWN: Final = ("diskcache==5.6.3",)  # what llama-cpp-python requires beyond kvmesh's own requirements
 _NAME_OF_BUNDLE: Final = "kvmesh-edge-{version}-{machine}"
 Tell = Callable[[str], None]
@@ -109,7 +112,15 @@ def _wheels(order: BundleOrder, folder: Path) -> None:
     if not (order.root / "pyproject.toml").is_file():
         raise NotFound("kvmesh is not installed from its source tree here: give --wheels", field="wheels")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    _run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(order.root)])
+    with tempfile.TemporaryDirectory(prefix="kvmesh-bundle-") as scratch:
+        # Not in the tree itself: a build folder there may hold modules that are gone.
+        source = Path(scratch) / "source"
+        source.mkdir()
+        for name in _SOURCE_FILES:
+            shutil.copyfile(order.root / name, source / name)
+        for name in _PACKAGES:
+            shutil.copytree(order.root / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        _run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)])
     for version in order.python:
         target = [] if version == _this_python() else ["--python-version", version]
         wanted = [*requirements(), *_LLAMA_OWN, "pip"]

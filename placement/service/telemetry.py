@@ -13,7 +13,7 @@ from mesh.telemetry.spool import MAX_ANSWER_SAMPLES
 from mesh.v1 import uplink_pb2
 
 log = get_logger(__name__)
-PERIOD_S = 30.0
+PERIOD_S = 10.0
 _TIMEOUT_S = 10.0
 _MOST_BATCHES = 20  # of one site in one round, so that one that was away for long does not hold up the others
 _MOST_AT_ONCE = 16
