@@ -255,9 +255,9 @@ async def test_waiting_is_part_of_the_deadline(make_mesh: MakeMesh, monkeypatch:
     seen = list[float | None]()
     real = mesh.door._decisions.work
 
-    def work(request_id: str, accepted: Accepted, plan: Plan) -> Work:
+    def work(request_id: str, accepted: Accepted, plan: Plan, traceparent: str) -> Work:
         seen.append(accepted.placement.deadline_s)
-        return real(request_id, accepted, plan)
+        return real(request_id, accepted, plan, traceparent)
 
     async def waits(*args: object, **kwargs: object) -> None:
         await asyncio.sleep(0.05)
