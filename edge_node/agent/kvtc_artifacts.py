@@ -22,7 +22,7 @@ from mesh.kv.codec_profile import CodecProfile
 from mesh.kv.geometry import KvGeometry
 from mesh.kv.kvtc import shelf
 from mesh.kv.kvtc.artifact import SUFFIX, Artifact, read_artifact
-from mesh.kv.kvtc.codec import artifact_of
+from mesh.kv.kvtc.codec import PREFIX, artifact_of
 from mesh.kv.profiling import start_profiles
 from mesh.node.port import Peer
 from mesh.rpc.blobs.fetch import FetchLimits, fetch_blob, list_blobs
@@ -117,7 +117,7 @@ class ArtifactKeeper:
         known = {artifact_of(c.codec) for c in model.codecs} | self._kept | self._refused
         for want in wanted(nodes, model, known):
             if len(self._kept) >= MOST_KEPT:
-                log.warning("kvtc_artifact_left_out", digest=want.digest_head, kept=sorted(self._kept))
+                log.warning("kvtc_artifact_left_out", codec=PREFIX + want.digest_head)
                 self._refused.add(want.digest_head)
                 continue
             await self._fetch(want)
@@ -143,7 +143,7 @@ class ArtifactKeeper:
             target.unlink()
             return
         profiles = await asyncio.to_thread(start_profiles, artifact, self._geometry)
-        log.info("kvtc_artifact_fetched", digest=want.digest_head, peer=want.peer.place.node_id)
+        log.info("kvtc_artifact_fetched", codec=PREFIX + want.digest_head, peer=want.peer.place.node_id)
         self._on_codecs(profiles)
 
     def _take(self, path: Path) -> Artifact | None:

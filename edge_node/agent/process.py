@@ -20,6 +20,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from edge_node.agent.kvtc_artifacts import FOLDER, ArtifactKeeper
+from edge_node.agent.model_store import MODELS_FOLDER, ModelStore
 from edge_node.agent.site_config import SiteConfig
 from edge_node.agent.telemetry import TelemetrySampler
 from edge_node.agent.verified import VERIFIED_FILE, LastWord
@@ -29,7 +30,7 @@ from edge_node.engine.settings import EdgeEngineSettings
 from mesh import __version__
 from mesh.audit.log import AUDIT_FOLDER, AuditLog, LogLimits
 from mesh.audit.witness import WitnessDesk
-from mesh.errors import NotImplementedHere, PayloadCorrupt, Unauthenticated
+from mesh.errors import MeshError, NotImplementedHere, PayloadCorrupt, Unauthenticated
 from mesh.http.app import create_app
 from mesh.identity.ca import NodeCredentials
 from mesh.identity.place import Role
@@ -58,7 +59,7 @@ from mesh.rpc.server import health_server
 from mesh.rpc.uplink.agent import UplinkAgent
 from mesh.rpc.uplink.backoff import FullJitter
 from mesh.rpc.uplink.types import AgentFacts
-from mesh.settings import EdgeSettings
+from mesh.settings import EdgeSettings, ModelFile
 from mesh.systemd import told_ready
 from mesh.telemetry.history import FOLDER as TELEMETRY_FOLDER
 from mesh.telemetry.log import configure_log, get_logger
@@ -103,11 +104,14 @@ async def serve(settings: EdgeSettings) -> None:
         site = SiteConfig(settings.state_folder / _SITE_CONFIG_FILE, None if key is None else key.sealer("site-config"))
         word = await asyncio.to_thread(LastWord, settings.state_folder / VERIFIED_FILE)
         _load(site)
+        store = ModelStore(settings.state_folder / MODELS_FOLDER)
+        settings = await asyncio.to_thread(_with_installed_model, settings, store)
         model = await asyncio.to_thread(served_model, settings.model.id, settings.model.path)
         engine = EdgeEngine(_engine_settings(settings))
         stack.push_async_callback(engine.close)
         await engine.start()
         speeds = await engine.self_test()
+        await asyncio.to_thread(store.started)
         digest = await asyncio.to_thread(model_digest, settings.model.path)
         info = engine.info
         beside = await asyncio.to_thread(codecs_beside, settings.model.path, info.geometry, info.weights_lineage)
@@ -231,6 +235,18 @@ async def serve(settings: EdgeSettings) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_s):
                 await host.drain()
+
+
+def _with_installed_model(settings: EdgeSettings, store: ModelStore) -> EdgeSettings:
+    """The model that was installed last and works; the one that the settings name, if none was."""
+    try:
+        installed = store.start()
+    except MeshError as error:
+        log.error("installed_model_not_used", reason=error.reason, error=error.message)
+        return settings
+    if installed is None:
+        return settings
+    return settings.model_copy(update={"model": ModelFile(id=installed.record.model_id, path=installed.path)})
 
 
 def _state_key(settings: EdgeSettings) -> StateKey | None:

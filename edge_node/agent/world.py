@@ -24,8 +24,8 @@ from placement.entry.mesh_view import ModelFacts, NodeFacts, NodeState, build_sn
 from placement.entry.notes import Notes
 from placement.entry.peers import Dial, Peers
 from placement.entry.snapshot_table import SnapshotTable
+from placement.entry.world import NEVER_S
 
-_NEVER_S = 1e9
 _SILENT_AFTER_S = 5.0  # snapshots come every second; after this, placement has nothing to say about a node's state
 _READ_ALL_EVERY_S = 1.0
 _MOST_GUESTS = 64
@@ -136,7 +136,7 @@ class EdgeWorld:
         return self._relay.relay if self._relay is not None else ""
 
     def snapshot_age_s(self) -> float:
-        return _NEVER_S if self._pushed_at_s is None else time.monotonic() - self._pushed_at_s
+        return NEVER_S if self._pushed_at_s is None else time.monotonic() - self._pushed_at_s
 
     def port(self, node_id: str) -> NodePort:
         if node_id == self._own.place.node_id:

@@ -35,7 +35,7 @@ from placement.entry.orders import Work, needs_relay
 from placement.entry.receipt import ReceiptKeeper, Signer
 from placement.entry.refusal import REFUSALS, refusal_error
 from placement.entry.wire import decision_to_wire
-from placement.entry.world import World
+from placement.entry.world import NEVER_S, World
 from placement.policy.book import PolicyBook
 from placement.policy.model import DataKind
 from placement.predict.in_flight import Placed
@@ -143,7 +143,7 @@ class Decisions:
             settings=self._deps.settings,
         )
         if isinstance(outcome, Refusal):
-            raise refusal_error(outcome)
+            raise refusal_error(outcome, unheard=self._deps.world.snapshot_age_s() >= NEVER_S)
         return outcome
 
     def _snapshot(self, accepted: Accepted, guest: str = "") -> Snapshot:

@@ -8,10 +8,12 @@ from placement.decide.types import Refusal
 REFUSALS = (PolicyDenied, Expired, Overloaded, NoNodeNow, NoCapableNode)
 
 
-def refusal_error(refusal: Refusal) -> MeshError:
+def refusal_error(refusal: Refusal, *, unheard: bool = False) -> MeshError:
     """PolicyDenied: the wish asks for what policy forbids. Overloaded: it would do but for room, or
     but for its deadline. Expired: not even an idle node would be done before its deadline. NoNodeNow: it
-    would do but for nodes that are down. NoCapableNode: no node of the mesh could ever."""
+    would do but for nodes that are down. NoCapableNode: no node of the mesh could ever.
+
+    `unheard`: this entry was never told of the mesh, so that it cannot know what could ever."""
     details = {"rule": refusal.rule}
     if refusal.missing:
         details["node"] = ",".join(refusal.missing)
@@ -23,6 +25,8 @@ def refusal_error(refusal: Refusal) -> MeshError:
         return Expired(refusal.message, **details)
     if refusal.overloaded:
         return Overloaded(refusal.message, **details)
+    if refusal.permanent and unheard:
+        return NoNodeNow(f"this site has not heard of the mesh since it started: {refusal.message}", **details)
     if refusal.permanent:
         return NoCapableNode(refusal.message, **details)
     return NoNodeNow(refusal.message, **details)

@@ -8,6 +8,9 @@ from mesh.node.port import KvReport, NodePort
 from placement.decide.types import Snapshot
 from placement.entry.notes import Notes
 
+NEVER_S = 1e9
+"""Age of a snapshot that was never confirmed."""
+
 
 class World(Protocol):
     """The placement service's and the edge agent's views implement it."""

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from mesh.errors import NoNodeNow
+from mesh.errors import NoCapableNode, NoNodeNow
 from mesh.telemetry.metrics import Metrics
 from placement.entry.front_door import FrontDoor
+from placement.entry.world import NEVER_S
 from placement.policy.book import PolicyBook
 from placement.policy.model import check_policy, parse_policy
 from tests.fakes.mesh import POLICY, TENANT, MemoryMesh, ask, principal, request_of
@@ -53,6 +54,16 @@ async def test_what_runs_goes_on_and_explain_says_why_nothing_new_does(make_mesh
     assert len((await running).ids) == 40
     site.age_s = 0.0  # connected again
     assert (await ask(site.door, request_of("hello", max_tokens=4))).finish is not None
+
+
+async def test_a_site_that_never_heard_of_the_mesh_does_not_say_never(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh("paris", entry="paris")
+    request = request_of("hello", label="public")  # for the core only, of which nothing is known here
+    with pytest.raises(NoCapableNode):
+        await ask(mesh.door, request)
+    mesh.snapshot_age_s = lambda: NEVER_S  # type: ignore[method-assign]
+    with pytest.raises(NoNodeNow, match="not heard of the mesh since it started"):
+        await ask(mesh.door, request)
 
 
 @pytest.mark.parametrize("wrong", ["-1", "soon", ".inf", ".nan", "[1]"])
