@@ -37,8 +37,9 @@ class Board:
         self._specs = {s.place.node_id: s for s in scenario.mesh.nodes}
         self._home = scenario.mesh.links.hubs[0]
         self._core = [s for s in scenario.mesh.nodes if s.place.tier is Tier.CORE]
+        self._published: dict[str, News] = {}  # what it pushed last
         self._placement = self._view(self._core, self._home)  # what the placement service knows
-        self._published = {s.place.node_id: self._placement.news(s.place.node_id) for s in self._core}  # pushed last
+        self._published = {s.place.node_id: self._placement.news(s.place.node_id) for s in self._core}
         self._version = 0
         self._pushing = False
         self._views: dict[str, View] = {self._home: self._placement}
@@ -66,13 +67,18 @@ class Board:
             SeenNode(
                 place=s.place,
                 profile=s.profile,
-                load=self._nodes[s.place.node_id].load(),
+                load=self._load_of(s),
                 rtt_s=self._net.rtt_s(site, s.place.site),
                 goodput_bytes_per_s=self._net.goodput_bytes_per_s(site, s.place.site),
             )
             for s in nodes
         ]
         return View(seen, entry_node_id=own, heartbeat_s=self._scenario.report_s)
+
+    def _load_of(self, spec: SimNodeSpec) -> EngineLoad:
+        """What an entry that is new hears first: of the core what was pushed last."""
+        known = self._published.get(spec.place.node_id)
+        return known.load if known is not None else self._nodes[spec.place.node_id].load()
 
     # Reports
 

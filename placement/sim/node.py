@@ -78,9 +78,9 @@ class SimNode:
         self._numbers = itertools.count()
         self._segment: _Segment | None = None
         self._epoch = 0  # an end that is not of the current segment is void
-        self._latency = LatencyModel()
-        self._prefill_speed = self._decode_speed = 0.0
-        self._self_test()
+        self._latency: LatencyModel | None = None  # made when it is first asked for
+        self._prefill_speed = profile.chunk_tokens / (factor * profile.step_s(profile.chunk_tokens))
+        self._decode_speed = 1.0 / (factor * profile.step_s(4096.0))
 
     # Work
 
@@ -159,7 +159,7 @@ class SimNode:
             kv_capacity_tokens=self.pool.capacity_tokens,
             prefill_tokens_per_s=self._prefill_speed,
             decode_tokens_per_s=self._decode_speed,
-            curve=self._latency.curve,
+            curve=self._fit().curve,
             context_tokens=self._context + sum(job.position for job in self._prefilling),
             step_tokens=self.profile.chunk_tokens,
             most_running=self.profile.most_running,
@@ -382,7 +382,7 @@ class SimNode:
         tokens = prefilled // steps
         context = self._context - segment.rows * steps / 2
         in_prompt = max(0.0, segment.attended + segment.growth * (steps + 1) / 2 - context)
-        self._latency.saw_step(
+        self._fit().saw_step(
             prefill_tokens=tokens,
             prefill_attention=max(0.0, in_prompt - tokens / 2) * tokens,
             decode_rows=segment.rows,
@@ -391,17 +391,18 @@ class SimNode:
         )
         if prefilled:
             speed = prefilled / duration_s
-            self._prefill_speed += (_SPEED_WEIGHT if self._prefill_speed else 1.0) * (speed - self._prefill_speed)
+            self._prefill_speed += _SPEED_WEIGHT * (speed - self._prefill_speed)
         if segment.rows:
-            self._decode_speed += (_SPEED_WEIGHT if self._decode_speed else 1.0) * (
-                1.0 / per_step_s - self._decode_speed
-            )
+            self._decode_speed += _SPEED_WEIGHT * (1.0 / per_step_s - self._decode_speed)
 
-    def _self_test(self) -> None:
-        """The steps that a real engine times before it registers."""
-        profile, factor = self.profile, self._factor
+    def _fit(self) -> LatencyModel:
+        """Its fit, which begins with the steps that a real engine times before it registers."""
+        if self._latency is not None:
+            return self._latency
+        profile, factor, fit = self.profile, self._factor, LatencyModel()
+        self._latency = fit
         for tokens, before in ((32, 0), (profile.chunk_tokens, 0), (profile.chunk_tokens, 4096)) * 2:
-            self._latency.saw_step(
+            fit.saw_step(
                 prefill_tokens=tokens,
                 prefill_attention=(before + tokens / 2) * tokens,
                 decode_rows=0,
@@ -409,15 +410,14 @@ class SimNode:
                 duration_s=factor * profile.step_s(before + tokens),
             )
         for rows in (1, 4, 8, 16):
-            self._latency.saw_step(
+            fit.saw_step(
                 prefill_tokens=0,
                 prefill_attention=0.0,
                 decode_rows=rows,
                 decode_context=rows * 512,
                 duration_s=factor * profile.step_s(rows * 512),
             )
-        self._prefill_speed = profile.chunk_tokens / (factor * profile.step_s(profile.chunk_tokens))
-        self._decode_speed = 1.0 / (factor * profile.step_s(4096.0))
+        return fit
 
 
 def _nothing(node: SimNode) -> None:

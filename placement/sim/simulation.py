@@ -6,7 +6,7 @@ Virtual time (simpy), one thread, no clock: the same scenario and seed give the 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import simpy
@@ -58,6 +58,11 @@ class Simulation:
             for spec in scenario.mesh.nodes
         }
         self.fleet = Fleet([(spec, self._nodes[spec.place.node_id]) for spec in scenario.mesh.nodes])
+        self._core = [s for s in scenario.mesh.nodes if s.place.tier is Tier.CORE]
+        self._at_site: dict[str, list[SimNodeSpec]] = {}
+        for spec in scenario.mesh.nodes:
+            if spec.place.tier is Tier.EDGE:
+                self._at_site.setdefault(spec.place.site, []).append(spec)
         self._check_faults()
         self._entries: dict[str, Router] = {}
         self._records: list[Record | None] = [None] * len(scenario.trace)
@@ -85,10 +90,6 @@ class Simulation:
 
     def detect_s(self) -> float:
         return self._scenario.detect_s
-
-    @property
-    def specs(self) -> Sequence[SimNodeSpec]:
-        return self._scenario.mesh.nodes
 
     # Requests
 
@@ -165,7 +166,7 @@ class Simulation:
 
     def _router(self, site: str, request: TraceRequest) -> Router:
         seed = random.Random(self._rng.getrandbits(64))
-        reach = [s for s in self.specs if s.place.tier is Tier.CORE or s.place.site == site]
+        reach = [*self._core, *self._at_site.get(site, ())]
         if self._board is not None:
             view = self._board.view_for(site, reach)
             own = self._scenario.own
