@@ -20,7 +20,7 @@ from mesh.audit.log import AUDIT_FOLDER, AuditLog
 from mesh.audit.servicer import AuditServicer
 from mesh.audit.witness import WitnessDesk
 from mesh.http.status_app import status_app
-from mesh.identity.ca import NodeCredentials
+from mesh.identity.keyring import Keyring
 from mesh.identity.place import Role
 from mesh.identity.signing import NodeIdentity
 from mesh.kv.profiling import codecs_beside
@@ -30,13 +30,22 @@ from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
 from mesh.node.servicer import NodeServicer
 from mesh.node.serving_role import ServingRole
-from mesh.process import announce_ready, check_certificate, prepare_state_folder, raise_descriptor_limit, stop_signal
+from mesh.process import (
+    OneAtATime,
+    announce_ready,
+    check_certificate,
+    prepare_state_folder,
+    raise_descriptor_limit,
+    stop_signal,
+)
 from mesh.registry.open import RemoteSettings
+from mesh.registry.remote import RemoteRegistry
 from mesh.registry.types import Registration
 from mesh.rpc.blobs.servicer import BlobsServicer
 from mesh.rpc.blobs.shelf import model_shelf
 from mesh.rpc.channel import node_channel
-from mesh.rpc.peer import peer_place
+from mesh.rpc.enrol import renew
+from mesh.rpc.renewal import CertificateRenewal
 from mesh.rpc.server import health_server, node_server
 from mesh.settings import CoreSettings
 from mesh.systemd import told_ready
@@ -50,6 +59,7 @@ from placement.policy.book import BookGuard
 from placement.service.membership import Membership
 from placement.service.registrations import to_registration
 from placement.service.registry_choice import choose_registry
+from placement.service.sites import RevokedSites
 from placement.service.stores import PolicyReader
 
 _GRPC_GRACE_S = 1.0
@@ -57,27 +67,29 @@ _GRPC_GRACE_S = 1.0
 
 async def serve(settings: CoreSettings) -> None:
     """Run until SIGTERM. Raises MeshError if it cannot start."""
-    credentials = NodeCredentials.load(settings.identity.folder)
-    place = credentials.place
+    keyring = Keyring.load(settings.identity.folder)
+    place = keyring.now.place
     configure_log(settings.log, node_id=place.node_id)
     tracer = configure_traces(settings.traces, node_id=place.node_id, role=Role.CORE.value)
     raise_descriptor_limit()
-    check_certificate(credentials)
+    check_certificate(keyring.now)
     await asyncio.to_thread(prepare_state_folder, settings.state_folder)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, tracer.close)
-        node = node_server(str(settings.listeners.node), credentials)
+        node = node_server(str(settings.listeners.node), keyring)
         health, health_state = health_server(str(settings.listeners.health))
         peer = settings.placement  # before the model is loaded: without a registry there is no use for it
         registry = choose_registry(
             settings.registry,
-            RemoteSettings(address=str(peer.address), credentials=credentials, placement=peer.node_id),
+            RemoteSettings(address=str(peer.address), credentials=keyring, placement=peer.node_id),
         )
         await registry.start()
         stack.push_async_callback(registry.close)
         policies = PolicyReader(registry, on_change=lambda: None)
-        await policies.start()
-        stack.push_async_callback(policies.close)
+        revoked = RevokedSites(registry)
+        for store in (policies, revoked):
+            await store.start()
+            stack.push_async_callback(store.close)
 
         with LoadView(settings.model.id) as view:
             engine = CoreEngine(_engine_settings(settings), view.show)
@@ -86,7 +98,7 @@ async def serve(settings: CoreSettings) -> None:
         speeds = await engine.self_test()
 
         guard = BookGuard(lambda: policies.book)
-        identity = NodeIdentity(place, credentials)
+        identity = NodeIdentity(place, keyring.now)
         audit = await asyncio.to_thread(AuditLog, settings.state_folder / AUDIT_FOLDER, identity)
         stack.push_async_callback(audit.close)
         host = NodeHost(engine, identity, guard, place, legs=audit)
@@ -112,17 +124,17 @@ async def serve(settings: CoreSettings) -> None:
         membership = Membership(registry, registration(host.role))
         servicer = NodeServicer(
             host,
-            lambda context: peer_place(context, mesh=place.mesh),
-            GrpcTransport(lambda peer: node_channel(peer.address, credentials, peer.place)),
+            lambda context: revoked.admit(context, place.mesh),
+            GrpcTransport(lambda peer: node_channel(peer.address, keyring.now, peer.place)),
             on_role=lambda role: membership.change(registration(role)),
         )
         node_pb2_grpc.add_NodeServicer_to_server(servicer, node.server)
-        desk = WitnessDesk(audit, credentials.ca_pem)
+        desk = WitnessDesk(audit, keyring.now.ca_pem)
         audit_pb2_grpc.add_AuditServicer_to_server(
-            AuditServicer(desk, lambda context: peer_place(context, mesh=place.mesh)), node.server
+            AuditServicer(desk, lambda context: revoked.admit(context, place.mesh)), node.server
         )
         blobs_pb2_grpc.add_BlobsServicer_to_server(
-            BlobsServicer(model_shelf((settings.model,)), lambda context: peer_place(context, mesh=place.mesh)),
+            BlobsServicer(model_shelf((settings.model,)), lambda context: revoked.admit(context, place.mesh)),
             node.server,
         )
         for listener in (node, health):
@@ -139,6 +151,16 @@ async def serve(settings: CoreSettings) -> None:
         http = http_listener(app, settings.listeners.http, settings.identity.folder)
         await http.start()
         stack.push_async_callback(http.close)
+
+        renewal = CertificateRenewal(keyring, lambda: renew(str(peer.address), keyring, peer.node_id))
+        keyring.listen(identity.renew)
+        keyring.listen(lambda _: http.renew_certificate())
+        if isinstance(registry, RemoteRegistry):
+            redials = OneAtATime(registry.redial)
+            keyring.listen(lambda _: redials.start())
+            stack.push_async_callback(redials.close)
+        renewal.start()
+        stack.push_async_callback(renewal.close)
 
         await membership.join()
         stack.push_async_callback(membership.leave)

@@ -42,7 +42,14 @@ from mesh.client_types import (
 from mesh.errors import Draining, Internal, InvalidRequest, MeshError, NodeUnreachable, NotFound
 from mesh.rpc.channel import bearer, public_channel
 from mesh.rpc.errors import DETAILS_KEY, from_rpc_error
-from mesh.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from mesh.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    enrolment_pb2,
+    enrolment_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+)
 
 __all__ = [
     "Completion", "Decision", "Event", "Finish", "Leg", "MeshClient", "Migration", "Options", "Prompt", "Tokens",
@@ -89,6 +96,7 @@ class MeshClient:
         self._entry = 0  # of the entries: the one that answered last
         self._policies: Any = admin_pb2_grpc.PoliciesStub(self._channel)
         self._tenants: Any = admin_pb2_grpc.TenantsStub(self._channel)
+        self._sites: Any = enrolment_pb2_grpc.SitesStub(self._channel)
         self._mesh: Any = admin_pb2_grpc.MeshViewStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -268,6 +276,30 @@ class MeshClient:
     async def revoke_key(self, key_id: str) -> None:
         """Revoke an API key by its public id."""
         await self._call(self._tenants.RevokeKey, admin_pb2.RevokeKeyRequest(key_id=key_id))
+
+    async def create_site(
+        self, site: str, region: str, jurisdiction: str, terms: enrolment_pb2.TokenTerms | None = None
+    ) -> enrolment_pb2.EnrolmentToken:
+        """A new site and a token for its first box, shown this once. Needs the role operator."""
+        request = enrolment_pb2.CreateSiteRequest(site=site, region=region, jurisdiction=jurisdiction, terms=terms)
+        token: enrolment_pb2.EnrolmentToken = (await self._call(self._sites.Create, request)).token
+        return token
+
+    async def site_token(
+        self, site: str, terms: enrolment_pb2.TokenTerms | None = None
+    ) -> enrolment_pb2.EnrolmentToken:
+        """A token for one more box of a site, shown this once. Needs the role operator."""
+        request = enrolment_pb2.IssueTokenRequest(site=site, terms=terms)
+        token: enrolment_pb2.EnrolmentToken = (await self._call(self._sites.IssueToken, request)).token
+        return token
+
+    async def list_sites(self) -> list[enrolment_pb2.SiteView]:
+        """All sites that were created here, with their boxes. Needs the role operator."""
+        return list((await self._call(self._sites.List, enrolment_pb2.ListSitesRequest())).sites)
+
+    async def revoke_site(self, site: str) -> list[str]:
+        """The site's boxes are no nodes any more; returns those that were cut off. Needs the role operator."""
+        return list((await self._call(self._sites.Revoke, enrolment_pb2.RevokeSiteRequest(site=site))).cut_off)
 
     async def _call(self, method: Any, request: Any, *, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         try:

@@ -17,7 +17,7 @@ from typing import Any, Final, Self, TypeVar, Unpack
 
 from mesh.client import MeshClient
 from mesh.client_types import Completion, Event, Options, Prompt
-from mesh.v1 import admin_pb2, inference_pb2
+from mesh.v1 import admin_pb2, enrolment_pb2, inference_pb2
 
 T = TypeVar("T")
 _CLOSE_WAIT_S: Final = 5.0
@@ -114,6 +114,24 @@ class SyncMeshClient:
     def set_node_role(self, node_id: str, role: str) -> admin_pb2.SetNodeRoleResponse:
         """Give a core node a role."""
         return self._run(self._client.set_node_role(node_id, role))
+
+    def create_site(
+        self, site: str, region: str, jurisdiction: str, terms: enrolment_pb2.TokenTerms | None = None
+    ) -> enrolment_pb2.EnrolmentToken:
+        """Add a site."""
+        return self._run(self._client.create_site(site, region, jurisdiction, terms))
+
+    def site_token(self, site: str, terms: enrolment_pb2.TokenTerms | None = None) -> enrolment_pb2.EnrolmentToken:
+        """A token for one more box."""
+        return self._run(self._client.site_token(site, terms))
+
+    def list_sites(self) -> list[enrolment_pb2.SiteView]:
+        """All sites."""
+        return self._run(self._client.list_sites())
+
+    def revoke_site(self, site: str) -> list[str]:
+        """Cut a site off."""
+        return self._run(self._client.revoke_site(site))
 
     def put_policy(self, tenant: str, yaml: str, *, expected_version: int | None = None) -> int:
         """Store a policy."""

@@ -60,7 +60,9 @@ def check_certificate(credentials: NodeCredentials) -> None:
             datetime.now(UTC),
         )
     except Unauthenticated as error:
-        raise Unauthenticated(f"{error.message}; issue a new one with `kvmesh ca`") from error
+        raise Unauthenticated(
+            f"{error.message}; join anew (`kvmesh edge join`) or issue a new one with `kvmesh ca`"
+        ) from error
 
 
 def announce_ready(folder: Path, **facts: Any) -> None:
@@ -93,6 +95,34 @@ def background_loop(work: Callable[[], Coroutine[None, None, None]], name: str) 
     """As `background`, for a loop that others depend on: an error is logged, and after a pause it is begun anew, for
     one bad input must not stop it for good. Ends when `work` returns."""
     return background(_resume(work, name), name)
+
+
+class OneAtATime:
+    """Work that is asked for now and then, never twice at a time: asked for while it runs, it runs once more."""
+
+    def __init__(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        self._work = work
+        self._again = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Returns at once."""
+        if self._task is not None and not self._task.done():
+            self._again = True
+            return
+        self._task = background(self._run(), "asked-for work")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        again = True
+        while again:
+            self._again = False
+            await self._work()
+            again = self._again
 
 
 async def _resume(work: Callable[[], Coroutine[None, None, None]], name: str) -> None:

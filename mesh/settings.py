@@ -19,7 +19,8 @@ from mesh.errors import InvalidRequest
 from mesh.node.serving_role import ServingRole
 
 __all__ = [
-    "Address", "Bootstrap", "ConsulTlsFiles", "CoreEngine", "CoreListeners", "CoreSettings", "Decision", "EdgeEngine",
+    "Address", "Authority", "Bootstrap", "ConsulTlsFiles", "CoreEngine", "CoreListeners", "CoreSettings", "Decision",
+    "EdgeEngine",
     "EdgeListeners", "EdgeSettings", "Group", "Identity", "Log", "LogFormat", "LogLevel", "ModelFile",
     "PlacementListeners", "PlacementPeer", "PlacementSettings", "Receipts", "RegistryKind", "RegistrySettings",
     "Systemd", "Traces", "Uplink", "leaves", "load_settings", "to_yaml",
@@ -326,6 +327,15 @@ class Process(Group):
     systemd: Systemd = Systemd()
 
 
+class Authority(Group):
+    """The mesh's certificate authority, where this process may sign with it."""
+
+    folder: Path
+    """Folder of the authority, as `kvmesh ca init` makes it."""
+    lifetime_s: Annotated[float, BeforeValidator(_number), Field(gt=0, le=315_360_000)] = 2_592_000.0
+    """Lifetime of the certificates that it issues; they are renewed after two thirds of it."""
+
+
 class PlacementSettings(Process):
     """`kvmesh placement`: front door for the core side, policy admin, mesh view."""
 
@@ -337,6 +347,8 @@ class PlacementSettings(Process):
     """Load figures that are older count as busy."""
     decision: Decision = Decision()
     bootstrap: Bootstrap | None = None
+    authority: Authority | None = None
+    """Absent: no box can join by token here and no certificate is renewed by itself."""
 
 
 class CoreSettings(Process):

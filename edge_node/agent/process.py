@@ -30,9 +30,9 @@ from edge_node.engine.settings import EdgeEngineSettings
 from mesh import __version__
 from mesh.audit.log import AUDIT_FOLDER, AuditLog, LogLimits
 from mesh.audit.witness import WitnessDesk
-from mesh.errors import MeshError, NotImplementedHere, PayloadCorrupt, Unauthenticated
+from mesh.errors import MeshError, NotImplementedHere, PayloadCorrupt, PolicyDenied, Unauthenticated
 from mesh.http.app import create_app
-from mesh.identity.ca import NodeCredentials
+from mesh.identity.keyring import Keyring
 from mesh.identity.place import Role
 from mesh.identity.principal import AccessRole, Principal
 from mesh.identity.sealing import StateKey
@@ -45,6 +45,7 @@ from mesh.node.host import NodeHost
 from mesh.node.load_watch import LoadWatch
 from mesh.node.local_port import LocalPort
 from mesh.process import (
+    OneAtATime,
     announce_ready,
     background_loop,
     check_certificate,
@@ -53,13 +54,15 @@ from mesh.process import (
     stop_signal,
 )
 from mesh.rpc.channel import node_channel
+from mesh.rpc.enrol import renew
 from mesh.rpc.relay.attendant import RelayAttendant
 from mesh.rpc.relay.dialling import RelayDialler, RelayTransport
+from mesh.rpc.renewal import CertificateRenewal
 from mesh.rpc.server import health_server
 from mesh.rpc.uplink.agent import UplinkAgent
 from mesh.rpc.uplink.backoff import FullJitter
 from mesh.rpc.uplink.types import AgentFacts
-from mesh.settings import EdgeSettings, ModelFile
+from mesh.settings import EdgeSettings, ModelFile, PlacementPeer
 from mesh.systemd import told_ready
 from mesh.telemetry.history import FOLDER as TELEMETRY_FOLDER
 from mesh.telemetry.log import configure_log, get_logger
@@ -87,7 +90,8 @@ _SITE_CONFIG_FILE = "site_config.bin"
 
 async def serve(settings: EdgeSettings) -> None:
     """Run until SIGTERM. Raises MeshError if it cannot start."""
-    credentials = NodeCredentials.load(settings.identity.folder)
+    keyring = Keyring.load(settings.identity.folder)
+    credentials = keyring.now
     place = credentials.place
     identity = NodeIdentity(place, credentials)
     configure_log(settings.log, node_id=place.node_id)
@@ -130,19 +134,19 @@ async def serve(settings: EdgeSettings) -> None:
         placement = settings.placement
 
         def dial_placement() -> grpc.aio.Channel:
-            return node_channel(str(placement.address), credentials, placement.node_id)
+            return node_channel(str(placement.address), keyring.now, placement.node_id)
 
         relay = RelayDialler(dial_placement, identity, credentials.ca_pem, relay=placement.node_id)
         own = LocalPort(
             host,
-            lambda peer: node_channel(peer.address, credentials, peer.place),
+            lambda peer: node_channel(peer.address, keyring.now, peer.place),
             relay=lambda direct: RelayTransport(direct, relay),
         )
         world = EdgeWorld(
             own=own,
             models=models,
             load=await host.load(),
-            dial=lambda peer: node_channel(peer.address, credentials, peer.place),
+            dial=lambda peer: node_channel(peer.address, keyring.now, peer.place),
             relay=relay,
         )
         stack.push_async_callback(world.close)
@@ -175,7 +179,7 @@ async def serve(settings: EdgeSettings) -> None:
         relocator.start()
         stack.push_async_callback(relocator.close)
         public, public_health = public_listener(
-            settings.listeners.public, credentials, door=door, source=world, mover=requests,
+            settings.listeners.public, keyring, door=door, source=world, mover=requests,
             directory=lambda: site.directory,
         )  # fmt: skip
         health, health_state = health_server(str(settings.listeners.health))
@@ -197,7 +201,7 @@ async def serve(settings: EdgeSettings) -> None:
         )
         site_host, desk = _SiteHost(host, own, door), WitnessDesk(audit, credentials.ca_pem)
         for peer in (placement, *settings.more_placements):
-            dial = partial(node_channel, str(peer.address), credentials, peer.node_id)
+            dial = partial(_dial, keyring, peer)
             attendant = RelayAttendant(host, guard, identity, credentials.ca_pem, dial, relay=peer.node_id)
             stack.push_async_callback(attendant.close)
             pushes = _Pushes(site, world, door, desk, attendant, requests, sampler, _is_second(tuple(uplinks)))
@@ -218,6 +222,15 @@ async def serve(settings: EdgeSettings) -> None:
         stack.callback(following.cancel)
         word.start(lambda: uplink.state)
         stack.push_async_callback(word.close)
+
+        keyring.listen(identity.renew)
+        keyring.listen(lambda _: http.renew_certificate())
+        redials = OneAtATime(world.redial)
+        keyring.listen(lambda _: redials.start())
+        stack.push_async_callback(redials.close)
+        renewal = CertificateRenewal(keyring, lambda: renew(str(placement.address), keyring, placement.node_id))
+        renewal.start()
+        stack.push_async_callback(renewal.close)
         announce_ready(
             settings.state_folder,
             node_id=place.node_id,
@@ -337,6 +350,12 @@ class _Pushes:
     async def config(self, message: uplink_pb2.SiteConfig) -> None:
         await asyncio.to_thread(self._site.take, message)
 
+    def refused(self, error: MeshError) -> None:
+        """This site's session ended, or was refused."""
+        if isinstance(error, PolicyDenied) and error.details.get("rule") == "site_revoked" and self._site.version:
+            log.error("site_revoked", error=error.message)
+            self._site.forget()
+
     async def snapshot(self, message: admin_pb2.Snapshot) -> None:
         if self._is_second():
             return
@@ -368,6 +387,11 @@ class _Pushes:
         return uplink_pb2.CommandResult(command_id=command.command_id, migrate=moved)
 
 
+def _dial(keyring: Keyring, peer: PlacementPeer) -> grpc.aio.Channel:
+    """With the certificate of the moment."""
+    return node_channel(str(peer.address), keyring.now, peer.node_id)
+
+
 def _facts(models: tuple[ModelFacts, ...]) -> AgentFacts:
     return AgentFacts(build=f"kvmesh {__version__}", models=tuple(models_to_wire(models)))
 
@@ -391,6 +415,7 @@ def _uplink(
         on_config=pushes.config,
         on_snapshot=pushes.snapshot,
         on_command=pushes.command,
+        on_refusal=pushes.refused,
         backoff=FullJitter(random.Random(), cap_s=settings.uplink.reconnect_max_s),
     )
 

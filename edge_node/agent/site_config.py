@@ -76,6 +76,15 @@ class SiteConfig:
             raise PayloadCorrupt("it is sealed, and no state key is given")
         return self._sealer.open(data, _NAME)
 
+    def forget(self) -> None:
+        """This site was revoked: keep nothing of what it was given, here or on disk. Every request is refused from
+        now on. Blocking."""
+        self.directory, self.book, self.version = TenantDirectory(), PolicyBook(), 0
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as error:
+            log.error("site_config_not_removed", error=error.strerror or str(error))
+
     def salt(self, tenant: str, label: str, model: str) -> bytes:
         """Cache namespace of a tenant's data. Raises PolicyDenied for a tenant this site does not serve."""
         return derive_salt(self.directory, tenant, label, model)

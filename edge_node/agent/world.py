@@ -64,6 +64,10 @@ class EdgeWorld:
     async def close(self) -> None:
         await self._peers.close()
 
+    async def redial(self) -> None:
+        """New connections to all core nodes, as the own certificate was renewed."""
+        await self._peers.redial()
+
     def set_load(self, load: EngineLoad, *, draining: bool) -> None:
         """The own engine's load now."""
         self._load, self._draining = load, draining

@@ -29,6 +29,7 @@ from mesh.cli.client_output import (
 )
 from mesh.cli.node_commands import register as register_node
 from mesh.cli.policy_commands import register as register_policy
+from mesh.cli.site_commands import register as register_site
 from mesh.client_types import Options, Prompt
 from mesh.errors import InvalidRequest
 
@@ -79,6 +80,7 @@ def register(app: typer.Typer) -> None:
     app.command("move")(connected(admin=True)(move))
     register_node(app)
     register_policy(app)
+    register_site(app)
     key = typer.Typer(no_args_is_help=True, help="API keys.")
     key.command("issue")(connected(admin=True)(key_issue))
     key.command("revoke")(connected(admin=True)(key_revoke))

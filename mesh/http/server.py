@@ -67,6 +67,16 @@ class HttpServer:
         """Base address, e.g. "http://127.0.0.1:7080"."""
         return f"{'https' if self._tls else 'http'}://{self._host_port}"
 
+    def renew_certificate(self) -> None:
+        """Read the certificate's file again, for handshakes from now on. Nothing without TLS. Raises InvalidRequest."""
+        config = self._server.config
+        if config.ssl is None or config.ssl_certfile is None:
+            return
+        try:
+            config.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        except OSError as error:
+            raise InvalidRequest(f"cannot use the certificate for {self.address}: {error}", field="address") from error
+
     async def start(self) -> None:
         """Serve; returns when requests are taken."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http:{self.address}")

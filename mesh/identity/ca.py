@@ -32,7 +32,7 @@ from mesh.identity.tls_names import names_of
 
 CA_LIFETIME = timedelta(days=3650)
 NODE_LIFETIME = timedelta(days=90)
-_CLOCK_SKEW = timedelta(minutes=5)  # a node whose clock is a little behind must take a fresh certificate
+CLOCK_SKEW = timedelta(minutes=5)  # a node whose clock is a little behind must take a fresh certificate
 
 _CA_KEY, _CA_CERT = "ca_key.pem", "ca_cert.pem"
 NODE_KEY_FILE, NODE_CERT_FILE, NODE_CA_FILE = "node_key.pem", "node_cert.pem", "ca_cert.pem"
@@ -57,11 +57,11 @@ class NodeCredentials:
         return load_certificate(self.cert_pem, "the node certificate").not_valid_after_utc
 
     def save(self, folder: Path) -> None:
-        """Write to a folder of mode 0700, key first."""
+        """Write to a folder of mode 0700, key first, certificate last: where it is, the others are."""
         make_private_folder(folder)
         write_private(folder / NODE_KEY_FILE, self.key_pem)
-        write_private(folder / NODE_CERT_FILE, self.cert_pem)
         write_private(folder / NODE_CA_FILE, self.ca_pem)
+        write_private(folder / NODE_CERT_FILE, self.cert_pem)
 
     @classmethod
     def load(cls, folder: Path) -> NodeCredentials:
@@ -133,6 +133,23 @@ class CertificateAuthority:
         """A new key and certificate for `place`. Names and addresses are those of its public listener.
 
         Raises InvalidRequest if the place is of another mesh or an address is not one."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        cert_pem = self.certify(
+            key.public_key(), place, dns_names=dns_names, ip_addresses=ip_addresses, lifetime=lifetime, now=now
+        )
+        return NodeCredentials(key_pem=_key_pem(key), cert_pem=cert_pem, ca_pem=self.ca_pem)
+
+    def certify(
+        self,
+        key: ec.EllipticCurvePublicKey,
+        place: Place,
+        *,
+        dns_names: Iterable[str] = (),
+        ip_addresses: Iterable[str] = (),
+        lifetime: timedelta = NODE_LIFETIME,
+        now: datetime | None = None,
+    ) -> bytes:
+        """A certificate, PEM, for a key that its owner made; otherwise as `issue`."""
         if place.mesh != self.mesh:
             raise InvalidRequest(f"this authority signs for mesh {self.mesh!r}, not {place.mesh!r}", field="mesh")
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(place.uri)]
@@ -141,7 +158,6 @@ class CertificateAuthority:
             names += [x509.IPAddress(ipaddress.ip_address(address)) for address in ip_addresses]
         except ValueError as error:
             raise InvalidRequest(f"not a host name or IP address: {error}", field="san") from error
-        key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name(
             [
                 x509.NameAttribute(NameOID.ORGANIZATION_NAME, place.mesh),
@@ -161,11 +177,7 @@ class CertificateAuthority:
             )
             .sign(self._key, hashes.SHA256())
         )
-        return NodeCredentials(
-            key_pem=_key_pem(key),
-            cert_pem=certificate.public_bytes(serialization.Encoding.PEM),
-            ca_pem=self.ca_pem,
-        )
+        return certificate.public_bytes(serialization.Encoding.PEM)
 
 
 def _new_authority(mesh: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
@@ -177,7 +189,7 @@ def _new_authority(mesh: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certific
         ]
     )
     certificate = (
-        _builder(name, name, key, datetime.now(UTC), CA_LIFETIME)
+        _builder(name, name, key.public_key(), datetime.now(UTC), CA_LIFETIME)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(ca=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -187,15 +199,15 @@ def _new_authority(mesh: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certific
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, lifetime: timedelta
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime, lifetime: timedelta
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
-        .public_key(key.public_key())
+        .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_before(now - CLOCK_SKEW)
         .not_valid_after(now + lifetime)
     )
 

@@ -43,6 +43,11 @@ class NodeIdentity:
         self.credentials = credentials
         self._certificate_der = certificate.public_bytes(serialization.Encoding.DER)
 
+    def renew(self, credentials: NodeCredentials) -> None:
+        """Show a newer certificate of the same key and place from now on. Raises InvalidRequest for another."""
+        newer = NodeIdentity(self.place, credentials)
+        self.credentials, self._key, self._certificate_der = credentials, newer._key, newer._certificate_der
+
     def sign(self, body: dict[str, Any]) -> SignedRecord:
         """Sign a JSON object. About 0.1 ms. Raises InvalidRequest if it does not survive JSON unchanged."""
         raw = canonical_json(body)

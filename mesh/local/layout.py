@@ -10,6 +10,7 @@ from mesh.address import HostPort
 from mesh.errors import InvalidRequest
 from mesh.identity.place import Place, Role, Tier
 from mesh.settings import (
+    Authority,
     Bootstrap,
     CoreEngine,
     CoreListeners,
@@ -130,6 +131,7 @@ class LocalPlan:
                     http=_LOOPBACK.with_port(self.http_port),
                     node=self.placement_node,
                 ),
+                authority=Authority(folder=self.folder / "ca"),
                 bootstrap=Bootstrap(tenant=TENANT, keys_file=self.keys_file),
             )
         assert placement is not None

@@ -47,6 +47,15 @@ class Follower(Generic[T]):
         if self._task is None and not self._closed:
             self._task = asyncio.create_task(self._run(), name=f"follow-{self._name}")
 
+    async def restart(self) -> None:
+        """Read from a fresh source; watchers keep the last state meanwhile. Nothing if it does not read (any more)."""
+        if self._task is None or self._task.done() or self._closed:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._task = None
+        self.start()
+
     async def close(self) -> None:
         """Stop reading and end all watches."""
         self._closed = True

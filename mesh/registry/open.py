@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mesh.identity.ca import NodeCredentials
+from mesh.identity.keyring import Keyring
 from mesh.identity.place import Role
 from mesh.registry.consul import ConsulRegistry
 from mesh.registry.consul_access import ConsulTls
@@ -27,7 +28,7 @@ class RemoteSettings:
     """The embedded one of a placement service. `placement`: its node id, if known; its role is checked anyhow."""
 
     address: str
-    credentials: NodeCredentials
+    credentials: NodeCredentials | Keyring
     placement: str | None = None
 
 
@@ -52,7 +53,10 @@ def open_registry(settings: RegistrySettings) -> Registry:
             return EmbeddedRegistry(path)
         case RemoteSettings():
             expect = settings.placement or Role.PLACEMENT
-            return RemoteRegistry(lambda: node_channel(settings.address, settings.credentials, expect))
+            keyring = settings.credentials
+            if not isinstance(keyring, Keyring):
+                keyring = Keyring(keyring)
+            return RemoteRegistry(lambda: node_channel(settings.address, keyring.now, expect))
         case ConsulSettings():
             return ConsulRegistry(
                 settings.address,

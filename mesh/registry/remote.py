@@ -46,6 +46,15 @@ class RemoteRegistry:
         """Does not wait for the registry to be there."""
         self._channel = self._connect()
 
+    async def redial(self) -> None:
+        """A new connection, as the own certificate was renewed; calls that run over the old one get a moment to end,
+        watches begin anew over the new one."""
+        old, self._channel = self._channel, self._connect()
+        for follower in (self._nodes, *self._followers):
+            await follower.restart()
+        if old is not None:
+            await old.close(CALL_TIMEOUT_S)
+
     async def close(self) -> None:
         """End all watches and the connection."""
         await self._nodes.close()

@@ -26,8 +26,8 @@ PLACE_META = "place"
 read, dialling with mesh.rpc.channel.node_channel(expect=...) proves it."""
 
 
-OPEN_TO_CORE = "policies/"
-"""Prefix of the values that core nodes may read."""
+OPEN_TO_CORE = ("policies/", "revoked_sites/")
+"""Prefixes of the values that core nodes may read."""
 
 
 class RegistryServicer(pb_grpc.RegistryServicer):

@@ -20,6 +20,8 @@ from mesh.rpc.around import AroundInterceptor
 
 _TENANT = ("Inference/Generate", "Inference/Tokenize", "Inference/ListModels", "Inference/Abort", "Inference/Explain")
 _OPERATOR = ("MeshView/GetSnapshot", "MeshView/WatchSnapshot", "MeshView/SetNodeRole", "MeshView/ListRequests")
+_OPEN = ("Enrolment/GetAuthority", "Enrolment/Join")  # a token takes the place of a key
+_SITES = ("Sites/Create", "Sites/IssueToken", "Sites/List", "Sites/Revoke")
 _ADMIN = (
     *(f"Policies/{rpc}" for rpc in ("Put", "Get", "List", "Delete", "Validate", "History")),
     *(f"Tenants/{rpc}" for rpc in ("Create", "List", "IssueKey", "RevokeKey", "SetSites")),
@@ -30,8 +32,9 @@ NEEDED_ROLE: Mapping[str, AccessRole | None] = MappingProxyType(
         **{f"/mesh.v1.{rpc}": AccessRole.TENANT for rpc in _TENANT},
         # A tenant may move its own requests; the servicer holds it to that.
         "/mesh.v1.MeshView/Migrate": AccessRole.TENANT,
-        **{f"/mesh.v1.{rpc}": AccessRole.OPERATOR for rpc in _OPERATOR},
+        **{f"/mesh.v1.{rpc}": AccessRole.OPERATOR for rpc in (*_OPERATOR, *_SITES)},
         **{f"/mesh.v1.{rpc}": AccessRole.ADMIN for rpc in _ADMIN},
+        **{f"/mesh.v1.{rpc}": None for rpc in _OPEN},
         "/grpc.health.v1.Health/Check": None,
         "/grpc.health.v1.Health/Watch": None,
         "/grpc.health.v1.Health/List": None,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import grpc.aio
+from cryptography import x509
 
 from mesh.errors import InvalidRequest, PolicyDenied, Unauthenticated
+from mesh.identity.certificates import load_certificate
 from mesh.identity.place import Place, Role
 
 
@@ -24,6 +26,17 @@ def peer_place(context: grpc.aio.ServicerContext, *, mesh: str | None = None) ->
     if mesh is not None and place.mesh != mesh:
         raise Unauthenticated(f"the caller's certificate is of mesh {place.mesh!r}, not {mesh!r}")
     return place
+
+
+def peer_certificate(context: grpc.aio.ServicerContext) -> x509.Certificate:
+    """The caller's certificate, which the handshake has verified. Raises Unauthenticated where there is none."""
+    shown = context.auth_context().get("x509_pem_cert") or ()
+    if len(shown) != 1:
+        raise Unauthenticated("the caller showed no node certificate; node RPCs need mutual TLS")
+    try:
+        return load_certificate(bytes(next(iter(shown))), "the caller's certificate")
+    except InvalidRequest as error:
+        raise Unauthenticated(error.message) from error
 
 
 def require_role(place: Place, roles: Collection[Role], what: str) -> None:

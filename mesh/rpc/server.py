@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from mesh.address import HostPort
 from mesh.errors import InvalidRequest
 from mesh.identity.ca import NodeCredentials
+from mesh.identity.keyring import Keyring
 from mesh.rpc.errors import ErrorInterceptor
 
 PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -47,27 +48,25 @@ class Listener:
 def public_server(
     address: str,
     *,
-    credentials: NodeCredentials | None,
+    credentials: NodeCredentials | Keyring | None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> Listener:
     """The listener for tenants and people. `interceptors` run inside the error mapping: usually mesh.rpc.auth's.
 
     Raises InvalidRequest for plain text (no `credentials`) on an address that is not loopback: keys and prompts
-    would cross the network in the clear."""
+    would cross the network in the clear. A Keyring's newest certificate is shown at each handshake."""
     if credentials is None:
         _require_loopback(address, "a plain-text public listener")
         return _listen(address, None, PUBLIC_MESSAGE_BYTES, interceptors)
-    tls = grpc.ssl_server_credentials([(credentials.key_pem, credentials.cert_pem)])
+    tls = _tls(credentials, clients=False)
     return _listen(address, tls, PUBLIC_MESSAGE_BYTES, interceptors)
 
 
 def node_server(
-    address: str, credentials: NodeCredentials, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    address: str, credentials: NodeCredentials | Keyring, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
 ) -> Listener:
     """The listener for other nodes of the mesh: mutual TLS. mesh.rpc.peer tells a servicer who calls."""
-    tls = grpc.ssl_server_credentials(
-        [(credentials.key_pem, credentials.cert_pem)], root_certificates=credentials.ca_pem, require_client_auth=True
-    )
+    tls = _tls(credentials, clients=True)
     return _listen(address, tls, NODE_MESSAGE_BYTES, interceptors)
 
 
@@ -96,6 +95,26 @@ def _require_loopback(address: str, what: str) -> None:
             f"{what} may listen on loopback only, not on {address}; give it a certificate or use 127.0.0.1",
             field="address",
         )
+
+
+def _tls(source: NodeCredentials | Keyring, *, clients: bool) -> grpc.ServerCredentials:
+    """`clients`: they must show a certificate of this mesh. grpc asks again at each handshake, from its own threads."""
+    keyring = source if isinstance(source, Keyring) else Keyring(source)
+    shown = keyring.now
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        pair = [(shown.key_pem, shown.cert_pem)]
+        return grpc.ssl_server_certificate_configuration(pair, root_certificates=shown.ca_pem if clients else None)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        newest = keyring.now
+        if newest is shown:
+            return None  # as before
+        shown = newest
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=clients)
 
 
 def _listen(

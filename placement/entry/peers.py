@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,7 @@ import grpc.aio
 from mesh.errors import MeshError, NodeUnreachable
 from mesh.node.engine import EngineLoad
 from mesh.node.grpc_port import GrpcPort
-from mesh.node.port import Peer, PortEvent, RunOrder
+from mesh.node.port import KvOrder, KvReport, Peer, PortEvent, RunOrder
 from mesh.node.serving_role import ServingRole, serving_role
 from mesh.node.wire import load_from_wire
 from mesh.process import background
@@ -36,6 +36,8 @@ _GIVEN_UP_AFTER = 2  # probes in a row
 _GOODPUT_TIMEOUT_S = 30.0
 _BACKOFF_CAP_S = 5.0
 _RETIRED_GRACE_S = 120.0  # for what still runs over a link whose node the mesh does not list any more
+
+_REDIAL_S = 10.0
 
 Dial = Callable[[Peer], grpc.aio.Channel]
 log = get_logger(__name__)
@@ -57,7 +59,7 @@ class LinkFacts:
 
 
 class _CountedPort(GrpcPort):
-    """Knows whether runs are open over it."""
+    """Knows whether runs or moves are open over it."""
 
     def __init__(self, channel: grpc.aio.Channel, peer: Peer) -> None:
         super().__init__(channel, peer)
@@ -67,12 +69,22 @@ class _CountedPort(GrpcPort):
 
     async def run(self, order: RunOrder) -> AsyncGenerator[PortEvent, None]:
         """See NodePort.run."""
-        self._open += 1
-        self.idle.clear()
-        try:
+        with self._counted():
             async with aclosing(super().run(order)) as events:
                 async for event in events:
                     yield event
+
+    async def move_kv(self, order: KvOrder) -> KvReport:
+        """See NodePort.move_kv."""
+        with self._counted():
+            return await super().move_kv(order)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._open += 1
+        self.idle.clear()
+        try:
+            yield
         finally:
             self._open -= 1
             if not self._open:
@@ -92,6 +104,8 @@ class PeerLink:
         self._on_change = on_change
         self._on_news = partial(on_news, peer.place.node_id)
         self._reachable = False
+        self._watch_load = watch_load
+        self._answered, self._told = asyncio.Event(), asyncio.Event()
         self._model = LinkModel()
         self._load: EngineLoad | None = None
         self._draining = False
@@ -137,14 +151,26 @@ class PeerLink:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.channel.close()
 
-    async def retire(self) -> None:
-        """Close it when nothing runs over it any more, or after a while."""
+    def take_over(self, old: PeerLink) -> None:
+        """Know what another link to the same node measured."""
+        self._model = old._model
+
+    async def heard(self) -> None:
+        """Until the node answered over it (and told its load, where that is watched)."""
+        await self._answered.wait()
+        if self._watch_load:
+            await self._told.wait()
+
+    async def retire(self, grace_s: float | None = _RETIRED_GRACE_S) -> None:
+        """Close it when nothing runs over it any more, or after a while; None: however long that takes."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_RETIRED_GRACE_S):
+            async with asyncio.timeout(grace_s):
                 await self.port.idle.wait()
         await self.close()
 
     def _set_reachable(self, reachable: bool) -> None:
+        if reachable:
+            self._answered.set()
         if reachable != self._reachable:
             self._reachable = reachable
             self._on_news()
@@ -206,6 +232,7 @@ class PeerLink:
                     first = self._load_at_s is None or role is not self._role
                     self._role = role
                     self._load_at_s = time.monotonic()
+                    self._told.set()
                     self._on_news()
                     if first or self._draining:
                         self._on_change()
@@ -268,8 +295,33 @@ class Peers:
                     on_news=self._on_news,
                 )
 
-    def _close_later(self, link: PeerLink) -> None:
-        task = background(link.retire(), f"retire:{link.peer.place.node_id}")
+    async def redial(self) -> None:
+        """New connections to all nodes, as the own certificate was renewed: each is used once the node answers over it
+        (or did not over the old one either); what runs over an old one ends there."""
+        await asyncio.gather(*(self._redial(node_id) for node_id in tuple(self._links)))
+
+    async def _redial(self, node_id: str) -> None:
+        old = self._links[node_id]
+        new = PeerLink(
+            old.peer, self._dial, watch_load=self._watch_load, on_change=self._on_change, on_news=self._on_news
+        )
+        new.take_over(old)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_REDIAL_S):
+                    await new.heard()
+        except BaseException:
+            await new.close()
+            raise
+        if self._links.get(node_id) is not old:  # the node left or moved meanwhile
+            await new.close()
+            return
+        self._links[node_id] = new
+        self._close_later(old, grace_s=None)
+        self._on_news(node_id)
+
+    def _close_later(self, link: PeerLink, *, grace_s: float | None = _RETIRED_GRACE_S) -> None:
+        task = background(link.retire(grace_s), f"retire:{link.peer.place.node_id}")
         self._retiring[task] = link
         task.add_done_callback(self._retiring.pop)
 

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from mesh.address import HostPort
 from mesh.http.server import HttpServer
 from mesh.identity.ca import NODE_CERT_FILE, NODE_KEY_FILE, NodeCredentials
+from mesh.identity.keyring import Keyring
 from mesh.identity.principal import Principal
 from mesh.identity.tenants import TenantDirectory
 from mesh.rpc.auth import Authenticator, current_principal
@@ -26,7 +27,7 @@ SERVICES = ("mesh.v1.Inference", "mesh.v1.MeshView", "grpc.health.v1.Health")
 
 def public_listener(
     address: HostPort,
-    credentials: NodeCredentials,
+    credentials: NodeCredentials | Keyring,
     *,
     door: FrontDoor,
     source: SnapshotSource,

@@ -85,6 +85,10 @@ class MeshState:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._peers.close()
 
+    async def redial(self) -> None:
+        """New connections to all core nodes, as the own certificate was renewed."""
+        await self._peers.redial()
+
     # The entry's World
 
     def snapshot(self) -> Snapshot:

@@ -20,22 +20,29 @@ from mesh.audit.servicer import AuditServicer
 from mesh.audit.witness import WitnessDesk
 from mesh.errors import NodeUnreachable
 from mesh.http.app import create_app
-from mesh.identity.ca import NodeCredentials
 from mesh.identity.files import write_private
+from mesh.identity.keyring import Keyring
 from mesh.identity.place import Place, Role, Tier
 from mesh.identity.principal import AccessRole, Principal
 from mesh.identity.signing import NodeIdentity
 from mesh.identity.tenants import EVERY_SITE, issue_key, new_tenant
 from mesh.node.port import Peer
-from mesh.process import announce_ready, check_certificate, prepare_state_folder, raise_descriptor_limit, stop_signal
+from mesh.process import (
+    OneAtATime,
+    announce_ready,
+    check_certificate,
+    prepare_state_folder,
+    raise_descriptor_limit,
+    stop_signal,
+)
 from mesh.registry.open import EmbeddedSettings
 from mesh.registry.servicer import RegistryServicer
 from mesh.rpc.blobs.servicer import BlobsServicer
 from mesh.rpc.blobs.shelf import model_shelf
 from mesh.rpc.channel import node_channel
-from mesh.rpc.peer import peer_place
 from mesh.rpc.relay.ring import ring_over
 from mesh.rpc.relay.servicer import RelayServicer
+from mesh.rpc.renewal import CertificateRenewal
 from mesh.rpc.server import health_server, node_server
 from mesh.rpc.uplink.hub import UplinkHub
 from mesh.settings import Bootstrap, PlacementSettings, RegistryKind
@@ -69,6 +76,9 @@ from placement.entry.relocator import Relocator
 from placement.entry.request_view import running_requests
 from placement.entry.salts import derive_salt
 from placement.service.admin import PoliciesServicer, TenantsServicer
+from placement.service.authority import open_authority, own_renewal
+from placement.service.enrolment import Reach
+from placement.service.enrolment_services import add_enrolment
 from placement.service.membership import Membership
 from placement.service.mesh_state import MeshState
 from placement.service.registrations import to_registration
@@ -78,6 +88,7 @@ from placement.service.siblings import Siblings
 from placement.service.siblings_servicer import SiblingServicer
 from placement.service.site_config import SiteConfigSource
 from placement.service.site_logs import SiteLogs
+from placement.service.sites import SiteStore
 from placement.service.stores import PolicyStore, TenantStore
 from placement.service.telemetry import TelemetryCollector
 from placement.service.witnesses import Circle, Witnesses, admin_recorder
@@ -90,7 +101,8 @@ _COMMAND_TIMEOUT_S = 60.0
 
 async def serve(settings: PlacementSettings) -> None:
     """Run until SIGTERM. Raises MeshError if it cannot start."""
-    credentials = NodeCredentials.load(settings.identity.folder)
+    keyring = Keyring.load(settings.identity.folder)
+    credentials = keyring.now
     place = credentials.place
     identity = NodeIdentity(place, credentials)
     configure_log(settings.log, node_id=place.node_id)
@@ -100,7 +112,8 @@ async def serve(settings: PlacementSettings) -> None:
     await asyncio.to_thread(prepare_state_folder, settings.state_folder)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, tracer.close)
-        node = node_server(str(settings.listeners.node), credentials)
+        issuer = await asyncio.to_thread(open_authority, settings.authority, keyring)
+        node = node_server(str(settings.listeners.node), keyring)
         models = await asyncio.to_thread(_models, settings)
         file = settings.state_folder / _REGISTRY_FILE
         registry = choose_registry(settings.registry, EmbeddedSettings(path=file))
@@ -110,21 +123,26 @@ async def serve(settings: PlacementSettings) -> None:
         sites = SiteConfigSource()
         policies = PolicyStore(registry, sites.changed)
         tenants = TenantStore(registry, sites.changed)
-        for store in (policies, tenants):
+        known_sites = SiteStore(registry)
+        for store in (policies, tenants, known_sites):
             await store.start()
             stack.push_async_callback(store.close)
         if settings.bootstrap is not None:
             await _bootstrap(settings.bootstrap, tenants)
 
+        def admit(context: grpc.aio.ServicerContext) -> Place:
+            return known_sites.admit(context, place.mesh)
+
         hub = UplinkHub(
-            lambda context: peer_place(context, mesh=place.mesh),
+            admit,
             lease_s=settings.uplink.lease_s,
             heartbeat_s=settings.uplink.heartbeat_s,
         )
+        known_sites.on_change(lambda: _log_cut_off(hub.cut_off(known_sites.refusal)))
         sites.attach(hub, policies, tenants)
 
         def dial(peer: Peer) -> grpc.aio.Channel:
-            return node_channel(peer.address, credentials, peer.place)
+            return node_channel(peer.address, keyring.now, peer.place)
 
         in_flight = InFlight()
         siblings = Siblings(dial, in_flight)
@@ -164,12 +182,12 @@ async def serve(settings: PlacementSettings) -> None:
         stack.push_async_callback(relocator.close)
         public, public_health = public_listener(
             settings.listeners.public,
-            credentials,
+            keyring,
             door=door,
             source=state,
             mover=_Mover(door, hub, state.view_of, place, state.nodes),
             directory=lambda: tenants.directory,
-            more_services=("mesh.v1.Policies", "mesh.v1.Tenants"),
+            more_services=("mesh.v1.Policies", "mesh.v1.Tenants", "mesh.v1.Sites", "mesh.v1.Enrolment"),
             roles=state,
         )
         record = admin_recorder(audit)
@@ -182,17 +200,28 @@ async def serve(settings: PlacementSettings) -> None:
         )
         admin_pb2_grpc.add_TenantsServicer_to_server(TenantsServicer(tenants, record), public.server)
         uplink_pb2_grpc.add_UplinkServicer_to_server(hub, node.server)
-
-        def of_mesh(context: grpc.aio.ServicerContext) -> Place:
-            return peer_place(context, mesh=place.mesh)
-
-        sibling_pb2_grpc.add_SiblingServicer_to_server(SiblingServicer(door, siblings, in_flight, of_mesh), node.server)
+        sibling_pb2_grpc.add_SiblingServicer_to_server(SiblingServicer(door, siblings, in_flight, admit), node.server)
         audit_pb2_grpc.add_AuditServicer_to_server(
-            AuditServicer(WitnessDesk(audit, credentials.ca_pem), of_mesh), node.server
+            AuditServicer(WitnessDesk(audit, credentials.ca_pem), admit), node.server
         )
-        relay = RelayServicer(lambda context: peer_place(context, mesh=place.mesh), ring_over(hub))
+        add_enrolment(
+            public.server,
+            node.server,
+            store=known_sites,
+            issuer=issuer,
+            ca_pem=credentials.ca_pem,
+            reach=Reach(
+                node_address=str(settings.listeners.advertise or node.address),
+                node_id=place.node_id,
+                model_ids=tuple(models),
+            ),
+            audit=audit,
+            hub=hub,
+            admit=admit,
+        )
+        relay = RelayServicer(admit, ring_over(hub))
         relay_pb2_grpc.add_RelayServicer_to_server(relay, node.server)
-        blobs = BlobsServicer(model_shelf(settings.models), lambda context: peer_place(context, mesh=place.mesh))
+        blobs = BlobsServicer(model_shelf(settings.models), admit)
         blobs_pb2_grpc.add_BlobsServicer_to_server(blobs, node.server)
         if settings.registry.kind is RegistryKind.EMBEDDED:
             registry_pb2_grpc.add_RegistryServicer_to_server(RegistryServicer(registry, place.mesh), node.server)
@@ -216,6 +245,16 @@ async def serve(settings: PlacementSettings) -> None:
         await http.start()
         stack.push_async_callback(http.close)
 
+        keyring.listen(identity.renew)
+        keyring.listen(lambda _: http.renew_certificate())
+        redials = OneAtATime(state.redial)
+        keyring.listen(lambda _: redials.start())
+        stack.push_async_callback(redials.close)
+        if issuer is not None:
+            renewal = CertificateRenewal(keyring, own_renewal(issuer, keyring))
+            renewal.start()
+            stack.push_async_callback(renewal.close)
+
         address = str(settings.listeners.advertise or node.address)
         registration = to_registration(place, address, (), ttl_s=settings.registry.ttl_s, health_address=health.address)
         membership = Membership(registry, registration)
@@ -229,6 +268,11 @@ async def serve(settings: PlacementSettings) -> None:
         for state_of_health in (health_state, public_health):
             await state_of_health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await door.drain(settings.drain_s)
+
+
+def _log_cut_off(node_ids: tuple[str, ...]) -> None:
+    for node_id in node_ids:
+        log.warning("node_cut_off", node=node_id)
 
 
 class _Mover:

@@ -38,7 +38,8 @@ class UplinkAgent:
     """Keeps one uplink session. `dial` makes a new channel for each session (so that a renewed certificate is
     used); the agent closes it. `on_config` and `on_snapshot` get pushes one at a time in order, the latest only if
     they are slow; if one raises, the session ends with that error, for placement must not count on a site that
-    could not take its policies. `on_command` answers a command or raises a MeshError."""
+    could not take its policies. `on_command` answers a command or raises a MeshError. `on_refusal` hears why each
+    session or attempt ended; it must be quick and not raise."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class UplinkAgent:
         on_config: OnConfig,
         on_snapshot: OnSnapshot,
         on_command: OnCommand,
+        on_refusal: Callable[[MeshError], None] = lambda error: None,
         clock: Clock | None = None,
         backoff: FullJitter | None = None,
         limits: UplinkLimits | None = None,
@@ -57,6 +59,7 @@ class UplinkAgent:
         self._host = host
         self._facts = facts
         self._on_config, self._on_snapshot, self._on_command = on_config, on_snapshot, on_command
+        self._on_refusal = on_refusal
         self._clock = clock or SystemClock()
         self._backoff = backoff or FullJitter(random.Random())
         self._limits = limits or UplinkLimits()
@@ -136,6 +139,7 @@ class UplinkAgent:
                 self._logged_reason = error.reason
                 log.warning("uplink_down", reason=error.reason, error=error.message)
             self._last_error = error
+            self._on_refusal(error)
             await self._clock.sleep(self._backoff.next_s())
 
     async def _one_session(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 
-from mesh.errors import Draining, Expired, InvalidRequest, LeaseLost, NodeUnreachable
+from mesh.errors import Draining, Expired, InvalidRequest, LeaseLost, MeshError, NodeUnreachable
 from mesh.identity.place import Place, Role
 from mesh.rpc.peer import require_role
 from mesh.rpc.uplink import wire
@@ -117,6 +117,18 @@ class UplinkHub(uplink_pb2_grpc.UplinkServicer):
             raise Expired(f"node {node_id} did not answer a command within {timeout_s:g} s", node=node_id) from exc
         wire.raise_error(result.error_reason, result.error_message, node_id, result.error_details)
         return result
+
+    def cut_off(self, refusal: Callable[[Place], MeshError | None]) -> tuple[str, ...]:
+        """End the sessions of nodes that `refusal` has an error for: their open work fails, they are told it, and what
+        a site was given is taken back as far as it listens. Returns their node ids."""
+        ended = []
+        for session in list(self._sessions.values()):
+            error = refusal(session.place)
+            if error is not None:
+                node_id = session.place.node_id
+                session.end(NodeUnreachable(f"node {node_id} is no node any more", node=node_id), told=error)
+                ended.append(node_id)
+        return tuple(ended)
 
     def close(self) -> None:
         """End all sessions, as the server is about to stop: their open work fails with Draining. New agents are
