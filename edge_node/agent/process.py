@@ -121,7 +121,7 @@ async def serve(settings: EdgeSettings) -> None:
         beside = await asyncio.to_thread(codecs_beside, settings.model.path, info.geometry, info.weights_lineage)
         artifacts = ArtifactKeeper(
             settings.state_folder / FOLDER, info.geometry, info.weights_lineage,
-            dial=lambda peer: node_channel(peer.address, credentials, peer.place),
+            dial=lambda peer: node_channel(peer.address, keyring.now, peer.place),
             on_codecs=lambda more: tell_models((ModelFacts.of(info, digest, (*world.models[0].codecs, *more)),)),
         )  # fmt: skip
         models = (ModelFacts.of(info, digest, (*beside, *await asyncio.to_thread(artifacts.load))),)

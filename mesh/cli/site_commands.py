@@ -10,6 +10,7 @@ from rich.console import Console
 
 from mesh.cli.client_connection import Connection, connected
 from mesh.cli.client_output import message_json, print_json, simple_table
+from mesh.cli.groups import group
 from mesh.errors import InvalidRequest
 from mesh.rpc.enrol import MOST_SKEW_S, skew_words
 from mesh.v1 import enrolment_pb2
@@ -29,12 +30,11 @@ _notes = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 def register(app: typer.Typer) -> None:
     """Entry point of `kvmesh.commands`; called by the client's."""
-    site = typer.Typer(no_args_is_help=True, help="Sites, and the tokens that boxes join with.")
+    site = group(app, "site")
     site.command("create")(connected(admin=True)(create))
     site.command("token")(connected(admin=True)(token))
     site.command("list")(connected(admin=True)(list_sites))
     site.command("revoke")(connected(admin=True)(revoke))
-    app.add_typer(site, name="site")
 
 
 def create(

@@ -50,7 +50,8 @@ class RemoteRegistry:
         """A new connection, as the own certificate was renewed; calls that run over the old one get a moment to end,
         watches begin anew over the new one."""
         old, self._channel = self._channel, self._connect()
-        for follower in (self._nodes, *self._followers):
+        await self._nodes.restart()
+        for follower in tuple(self._followers):
             await follower.restart()
         if old is not None:
             await old.close(CALL_TIMEOUT_S)
