@@ -33,6 +33,7 @@ from placement.service.witnesses import Dialled
 log = get_logger(__name__)
 _NEVER_S = 1e9  # age of a load that was never heard
 _PUSH_EVERY_S = 1.0
+_PUSH_PAUSE_S = 0.1
 _EDGE_TTL_S = 10.0
 _EDGE_BEAT_S = 3.0
 
@@ -270,6 +271,7 @@ class MeshState:
                 together = self._snapshots()
                 self._hub.push_snapshot(lambda site_place, now=together: now.of(site_place.site))  # type: ignore[misc]
             await self.changed(_PUSH_EVERY_S)
+            await asyncio.sleep(_PUSH_PAUSE_S)  # what changes meanwhile is told together
 
     async def _beat_for_edges(self) -> None:
         """Register the edges that are attached here, and say which are; the registry remembers the others."""
