@@ -94,6 +94,12 @@ class ModelStore:
             slot = SLOTS[0]
         path = self.folder / slot / _FILE
         kept = self._installed(slot)
+        if now is not None and not now.record.proven and kept is not None and kept.record.proven:
+            raise InvalidRequest(
+                f"{now.record.model_id} is in force and no agent was ever ready with it: start one, or go back, before "
+                f"{kept.record.model_id}, which works, is overwritten",
+                field="model",
+            )
         if kept is None or kept.record.digest != digest:
             await asyncio.to_thread(self._clear, slot)
             await fetch(path)

@@ -15,6 +15,7 @@ async def main(folder: Path, files: list[Path]) -> None:
     model_store.check_header = lambda path: None  # what takes time here is the disk, as on a box with a large model
     model_store._COPY_BYTES = 4096
     store = ModelStore(folder)
+    store.started()
     while True:
         for file in files:
             digest = hashlib.sha256(file.read_bytes()).hexdigest()

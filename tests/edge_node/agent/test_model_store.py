@@ -139,6 +139,17 @@ async def test_an_agent_that_was_never_ready_with_a_new_model_goes_back(store: M
     assert proven.record.model_id == "one"
 
 
+async def test_the_only_proven_model_is_not_overwritten(store: ModelStore, models: list[Path]) -> None:
+    await install(store, models[0])
+    store.started()
+    await install(store, models[1])  # on trial
+    with pytest.raises(InvalidRequest, match="which works, is overwritten"):
+        await install(store, models[0].with_name("third.gguf"), digest="c" * 64)
+    store.started()
+    await install(store, models[0])
+    assert in_force(store) == "one"
+
+
 async def test_a_file_that_rots_is_found_at_the_start(store: ModelStore, models: list[Path]) -> None:
     for model in models:
         await install(store, model)
@@ -155,7 +166,7 @@ async def test_a_file_that_rots_is_found_at_the_start(store: ModelStore, models:
         ModelStore(store.folder).start()
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [5, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 def test_killed_at_any_point_the_old_or_the_new_model_is_in_force(
     store: ModelStore, models: list[Path], count: int
 ) -> None:
@@ -169,7 +180,7 @@ def test_killed_at_any_point_the_old_or_the_new_model_is_in_force(
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert process.stdout is not None
-        process.stdout.readline()  # one is in force, the next is being made ready
+        assert process.stdout.readline()  # one is in force, the next is being made ready
         time.sleep(rng.uniform(0.0, 0.2))
         process.kill()
         process.wait()
