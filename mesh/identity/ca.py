@@ -28,7 +28,7 @@ from mesh.errors import InvalidRequest
 from mesh.identity.certificates import load_certificate, load_key, mesh_of_authority, place_of
 from mesh.identity.files import make_private_folder, write_error, write_private
 from mesh.identity.place import Place, check_name
-from mesh.identity.tls_names import names_of
+from mesh.identity.tls_names import check_host_names, names_of
 
 CA_LIFETIME = timedelta(days=3650)
 NODE_LIFETIME = timedelta(days=90)
@@ -132,7 +132,7 @@ class CertificateAuthority:
     ) -> NodeCredentials:
         """A new key and certificate for `place`. Names and addresses are those of its public listener.
 
-        Raises InvalidRequest if the place is of another mesh or an address is not one."""
+        Raises InvalidRequest if the place is of another mesh, an address is not one, or a name is none of a host."""
         key = ec.generate_private_key(ec.SECP256R1())
         cert_pem = self.certify(
             key.public_key(), place, dns_names=dns_names, ip_addresses=ip_addresses, lifetime=lifetime, now=now
@@ -152,6 +152,8 @@ class CertificateAuthority:
         """A certificate, PEM, for a key that its owner made; otherwise as `issue`."""
         if place.mesh != self.mesh:
             raise InvalidRequest(f"this authority signs for mesh {self.mesh!r}, not {place.mesh!r}", field="mesh")
+        dns_names = tuple(dns_names)
+        check_host_names(dns_names)
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(place.uri)]
         try:
             names += [x509.DNSName(name) for name in (*names_of(place), *dns_names)]

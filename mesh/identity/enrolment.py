@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -29,6 +31,7 @@ from mesh.errors import (
     Unauthenticated,
 )
 from mesh.identity.place import Place, Role, Tier, check_name
+from mesh.identity.tls_names import check_host_names
 
 FORMAT = 1
 MOST_ATTEMPTS = 5
@@ -79,6 +82,12 @@ class Terms:
             )
         if len(self.dns_names) + len(self.ip_addresses) > MOST_NAMES:
             raise InvalidRequest(f"at most {MOST_NAMES} names and addresses", field="dns_names")
+        check_host_names(self.dns_names)
+        for address in self.ip_addresses:
+            try:
+                ipaddress.ip_address(address)
+            except ValueError:
+                raise InvalidRequest(f"not an IP address: {address[:80]!r}", field="ip_addresses") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +173,8 @@ class SiteRecord:
 
     def check_token(self, token: Token, key: str, now_unix_s: float) -> TokenRecord:
         """The record of a token that may be used for `key` now. Raises Unauthenticated (unknown, wrong, expired),
-        PolicyDenied (site revoked), AlreadyExists (used for another key). A token that was used for this very key
-        may be used again until it expires: the answer may have been lost on its way."""
+        PolicyDenied (site revoked, identity given to another box since), AlreadyExists (used for another key). A token
+        that was used for this very key may be used again until it expires: the answer may have been lost on its way."""
         record = next((t for t in self.tokens if t.token_id == token.token_id), None)
         if record is None or record.attempts_left <= 0 or not _same(record, token):
             raise Unauthenticated(_REFUSED)
@@ -183,6 +192,8 @@ class SiteRecord:
                 f"`kvmesh site token {self.site}`",
                 field="token",
             )
+        if record.used_by:
+            self._check_not_replaced(record.node_id, key)
         return record
 
     def with_wrong_attempt(self, token: Token) -> SiteRecord:
@@ -234,19 +245,20 @@ class SiteRecord:
             )
 
     def check_box(self, place: Place, key: str) -> None:
-        """Whether a node of this site with this key is one of the mesh: not revoked, of the recorded place, and not
-        a box whose identity was given to another one since. A node that did not join by token (`kvmesh ca issue`) is
-        no concern of this. Raises PolicyDenied."""
+        """Whether a node of this site with this key is one of the mesh: not revoked, and not a box whose identity was
+        given to another one since. A node that did not join by token (`kvmesh ca issue`) is no concern of this. Raises
+        PolicyDenied."""
         self.check_not_revoked()
-        box = self.box(place.node_id)
-        if box is None:
-            return
-        if box.key != key:
+        self._check_not_replaced(place.node_id, key)
+
+    def _check_not_replaced(self, node_id: str, key: str) -> None:
+        box = self.box(node_id)
+        if box is not None and box.key != key:
             raise PolicyDenied(
-                f"the identity {place.node_id} was given to another box, which joined from {box.joined_from}; "
+                f"the identity {node_id} was given to another box, which joined from {box.joined_from}; "
                 "this box has to join anew, under another node id",
                 rule="identity_replaced",
-                node=place.node_id,
+                node=node_id,
             )
 
     def to_json(self) -> bytes:
@@ -283,6 +295,15 @@ def site_of_token(sites: tuple[SiteRecord, ...], token: Token) -> SiteRecord:
     if found is None:
         raise Unauthenticated(_REFUSED)
     return found
+
+
+def check_node_id_free(sites: tuple[SiteRecord, ...], nodes: Iterable[Place], site: str, node_id: str) -> None:
+    """Raise AlreadyExists if a node elsewhere in the mesh has this id: nodes know one another by it, so a box that had
+    it too would pass for that one. A box of the same site may be replaced. `nodes`: all that are known."""
+    elsewhere = (s for s in sites if s.site != site and not s.revoked_unix_s)
+    named = any(each.node_id == node_id for s in elsewhere for each in (*s.boxes, *s.tokens))
+    if named or any(p.node_id == node_id and (p.site != site or p.role is not Role.EDGE) for p in nodes):
+        raise AlreadyExists(f"a node elsewhere in the mesh has the id {node_id}; choose another one", field="node_id")
 
 
 def site_named(sites: tuple[SiteRecord, ...], name: str) -> SiteRecord:

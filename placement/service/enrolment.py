@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -26,6 +26,7 @@ from mesh.identity.enrolment import (
     Terms,
     Token,
     TokenRecord,
+    check_node_id_free,
     site_of_token,
 )
 from mesh.identity.place import Place, check_name
@@ -159,7 +160,7 @@ class CertificatesServicer(pb_grpc.CertificatesServicer):
 
 
 class SitesServicer(pb_grpc.SitesServicer):
-    """Sites, for operators."""
+    """Sites, for operators. `nodes`: the places of all nodes that are known, this one's too."""
 
     def __init__(
         self,
@@ -169,6 +170,7 @@ class SitesServicer(pb_grpc.SitesServicer):
         *,
         can_issue: bool,
         attached: Callable[[], frozenset[str]],
+        nodes: Callable[[], Iterable[Place]],
         cut_off: CutOff,
     ) -> None:
         self._store = store
@@ -176,6 +178,7 @@ class SitesServicer(pb_grpc.SitesServicer):
         self._record = record
         self._can_issue = can_issue
         self._attached = attached
+        self._nodes = nodes
         self._cut_off = cut_off
 
     async def Create(self, request: pb.CreateSiteRequest, context: grpc.aio.ServicerContext) -> pb.CreateSiteResponse:
@@ -184,7 +187,8 @@ class SitesServicer(pb_grpc.SitesServicer):
         site = SiteRecord(
             site=request.site, region=request.region, jurisdiction=request.jurisdiction, created_unix_s=now_s
         )
-        made, token, record = site.with_token(_terms(request.site, request.terms), self._ca_sha256, now_s)
+        terms = self._checked(request.site, request.terms)
+        made, token, record = site.with_token(terms, self._ca_sha256, now_s)
         facts = {"site": site.site, "region": site.region, "jurisdiction": site.jurisdiction}
         await self._record("site.create", {**facts, "node_id": record.node_id, "token_id": record.token_id})
         await self._store.create(made)
@@ -195,7 +199,7 @@ class SitesServicer(pb_grpc.SitesServicer):
         self, request: pb.IssueTokenRequest, context: grpc.aio.ServicerContext
     ) -> pb.IssueTokenResponse:
         self._check_issuer()
-        terms = _terms(request.site, request.terms)
+        terms = self._checked(request.site, request.terms)
         self._store.named(request.site).check_not_revoked()
         await self._record("site.token", {"site": request.site, "node_id": terms.node_id})
         made: list[tuple[Token, TokenRecord]] = []
@@ -222,6 +226,11 @@ class SitesServicer(pb_grpc.SitesServicer):
         boxes = {box.node_id for box in self._store.named(request.site).boxes}
         log.warning("site_revoked", site=request.site, cut_off=len(ended))
         return pb.RevokeSiteResponse(cut_off=sorted({*ended, *(boxes & before)}))
+
+    def _checked(self, site: str, wire: pb.TokenTerms) -> Terms:
+        terms = _terms(site, wire)
+        check_node_id_free(self._store.sites, self._nodes(), site, terms.node_id)
+        return terms
 
     def _check_issuer(self) -> None:
         if not self._can_issue:

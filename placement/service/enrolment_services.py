@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc.aio
 
@@ -26,6 +26,7 @@ def add_enrolment(
     reach: Reach,
     audit: AuditLog,
     hub: UplinkHub,
+    nodes: Callable[[], Iterable[Place]],
     admit: Callable[[grpc.aio.ServicerContext], Place],
 ) -> None:
     """See the servicers for what each argument is for."""
@@ -43,6 +44,7 @@ def add_enrolment(
         admin_recorder(audit),
         can_issue=issuer is not None,
         attached=lambda: frozenset(edge.place.node_id for edge in hub.attached()),
+        nodes=nodes,
         cut_off=cut_off,
     )
     pb_grpc.add_EnrolmentServicer_to_server(EnrolmentServicer(store, issuer, ca_pem, reach, record_join), public)

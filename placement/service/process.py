@@ -217,6 +217,7 @@ async def serve(settings: PlacementSettings) -> None:
             ),
             audit=audit,
             hub=hub,
+            nodes=lambda: (place, *(n.place for n in state.nodes()), *siblings.places()),
             admit=admit,
         )
         relay = RelayServicer(admit, ring_over(hub))

@@ -224,6 +224,10 @@ class Siblings:
     def _followed_there(self, request_id: str, followed: bool) -> None:
         self.on_followed(request_id, followed)
 
+    def places(self) -> tuple[Place, ...]:
+        """All that are registered."""
+        return tuple(link.place for link in self._links.values())
+
     def up(self) -> tuple[Dialled, ...]:
         """Those that hear us."""
         return tuple(Dialled(link.place, link.channel) for link in self._links.values() if link.up)

@@ -60,6 +60,24 @@ def test_a_used_token_is_refused_for_another_key_and_taken_again_for_the_same() 
         used.check_token(token, "key-2", NOW + 300)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"dns_names": ("a" * 254,)},
+        {"dns_names": ("",)},
+        {"dns_names": ("box\0.kvmesh.internal",)},
+        {"dns_names": ("box.example/x",)},
+        {"ip_addresses": ("999.1.1.1",)},
+        {"ip_addresses": ("1" * 1_000_000,)},
+    ],
+)
+def test_names_of_a_token_are_held_to_what_a_certificate_takes(names: dict[str, tuple[str, ...]]) -> None:
+    Terms(node_id="edge-paris", dns_names=("box.example", "*.box.example", "box_1"), ip_addresses=("192.0.2.7", "::1"))
+    with pytest.raises(InvalidRequest) as refusal:
+        Terms(node_id="edge-paris", **names)  # type: ignore[arg-type]
+    assert len(refusal.value.message) < 200
+
+
 def test_an_expired_token_says_so() -> None:
     site, token, _ = paris()
     with pytest.raises(Unauthenticated, match="expired 60 s ago"):

@@ -30,6 +30,7 @@ from mesh.identity.enrolment import SiteRecord, Terms, Token
 from mesh.identity.keyring import Keyring
 from mesh.identity.place import Place, Role, Tier
 from mesh.identity.requests import certificate_digest, new_key_pem, signing_request
+from mesh.identity.tls_names import name_of_node, name_of_role
 from mesh.registry.embedded import EmbeddedRegistry
 from mesh.rpc.channel import node_channel
 from mesh.rpc.enrol import _check_clock, join, renew, skew_words
@@ -120,6 +121,7 @@ async def world(folder: Path, *, has_authority: bool = True) -> AsyncIterator[Wo
         record,
         can_issue=has_authority,
         attached=lambda: frozenset(edge.place.node_id for edge in hub.attached()),
+        nodes=lambda: (CORE,),
         cut_off=cut_off,
     )
     reach = Reach(node_address=f"0.0.0.0:{HostPort.parse(node.address).port}", node_id="placement-1", model_ids=("a",))
@@ -246,6 +248,46 @@ async def test_a_box_that_took_anothers_place_and_the_old_one(tmp_path: Path) ->
         await eventually(lambda: bool(refusals))
         await agent.stop()
         assert refusals[0].details["rule"] == "identity_replaced"
+
+
+async def test_a_box_that_was_replaced_does_not_come_back_by_its_own_token(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        token, key_pem = await w.site(), new_key_pem()
+        await w.join(token, key_pem)
+        new = await w.join(await w.token())
+        with pytest.raises(PolicyDenied) as refusal:
+            await w.join(token, key_pem)
+        assert refusal.value.details["rule"] == "identity_replaced"
+        await renew(w.node_address, new, "placement-1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name_of_role(Role.PLACEMENT),
+        name_of_role(Role.PLACEMENT).upper() + ".",
+        name_of_node("placement-1"),
+        "*.role.kvmesh.internal",
+        "kvmesh.internal",
+    ],
+)
+async def test_no_token_lets_a_box_pass_for_another_node(tmp_path: Path, name: str) -> None:
+    async with world(tmp_path) as w:
+        with pytest.raises(InvalidRequest, match="nodes know one another"):
+            await w.site(dns_names=[name])
+        with pytest.raises(InvalidRequest, match="nodes know one another"):
+            w.authority.issue(CORE, dns_names=[name])
+        assert w.store.sites == ()
+
+
+async def test_a_node_id_that_is_taken_elsewhere_is_refused(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        with pytest.raises(AlreadyExists, match="placement-1"):
+            await w.site(node_id="placement-1")
+        await w.join(await w.site())
+        with pytest.raises(AlreadyExists, match="edge-paris"):
+            await w.site("lyon", node_id="edge-paris")
+        assert w.actions == ["site.create", "site.join"]
 
 
 async def test_a_revoked_site_is_cut_off_and_stays_out(tmp_path: Path) -> None:
