@@ -219,8 +219,8 @@ async def serve(settings: EdgeSettings) -> None:
                 uplink.set_facts(_facts(changed))
 
         following = background_loop(lambda: artifacts.follow(world.nodes, lambda: world.models[0]), "kvtc_artifacts")
-        stack.callback(following.cancel)
-        word.start(lambda: uplink.state)
+        stack.push_async_callback(_end, following)
+        word.start(lambda: [uplink.state for uplink in uplinks])
         stack.push_async_callback(word.close)
 
         keyring.listen(identity.renew)
@@ -248,6 +248,11 @@ async def serve(settings: EdgeSettings) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_s):
                 await host.drain()
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def _with_installed_model(settings: EdgeSettings, store: ModelStore) -> EdgeSettings:

@@ -1,6 +1,6 @@
 """How old the mesh's last word is: since when a site goes on alone under policies that nobody has confirmed.
 
-While the uplink is up that is when its newest heartbeat was answered. The moment is kept on disk every now and then, so
+While an uplink is up that is when its newest heartbeat was answered. The moment is kept on disk every now and then, so
 that a restart does not make an old policy young. Wall time counts over a restart: a clock that was set back to before
 the last word counts as no time passed since (there is no other witness on the box), one that was set forward as more.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mesh.errors import MeshError
@@ -37,7 +37,7 @@ class LastWord:
     ) -> None:
         """Reads the file. Blocking. Without one (or with a damaged one) no word was ever heard."""
         self._file = file
-        self._link: Callable[[], LinkState] | None = None
+        self._links: Callable[[], Iterable[LinkState]] = tuple
         self._monotonic = monotonic
         self._unix = unix
         self._heard_s: float | None = None  # in monotonic time, which this life began with
@@ -49,9 +49,9 @@ class LastWord:
             return
         self._heard_s = monotonic() - max(0.0, unix() - heard_unix_s)
 
-    def start(self, link: Callable[[], LinkState]) -> None:
-        """Begin to look at the uplink's state; owned until `close`."""
-        self._link = link
+    def start(self, links: Callable[[], Iterable[LinkState]]) -> None:
+        """Begin to look at the states of the uplinks, any of which brings the mesh's word; owned until `close`."""
+        self._links = links
         self._loop = background_loop(self._look_for_ever, "last-word")
 
     async def close(self) -> None:
@@ -69,12 +69,10 @@ class LastWord:
         return float("inf") if self._heard_s is None else max(0.0, self._monotonic() - self._heard_s)
 
     def look(self) -> None:
-        """Take the uplink's state in."""
-        if self._link is None:
-            return
-        state = self._link()
-        if state.connected and state.heard_monotonic_s is not None:
-            self._heard_s = max(state.heard_monotonic_s, self._heard_s or state.heard_monotonic_s)
+        """Take the uplinks' states in."""
+        for state in self._links():
+            if state.connected and state.heard_monotonic_s is not None:
+                self._heard_s = max(state.heard_monotonic_s, self._heard_s or state.heard_monotonic_s)
 
     async def _look_for_ever(self) -> None:
         while True:

@@ -25,13 +25,15 @@ from typing import Any, Protocol
 
 from mesh.audit.chain import Entry, EntryKind, Head, head_body, make_line, read_line
 from mesh.audit.segments import Segments, made, segments, stored
-from mesh.errors import MeshError, Overloaded, PayloadCorrupt
+from mesh.errors import Internal, MeshError, Overloaded, PayloadCorrupt
 from mesh.identity.files import make_private_folder, write_error, write_private
 from mesh.identity.place import Place
 from mesh.identity.sealing import Sealer
 from mesh.identity.signing import SignedRecord
+from mesh.telemetry.log import get_logger
 from mesh.v1 import common_pb2 as common
 
+log = get_logger(__name__)
 AUDIT_FOLDER = "audit"
 """Name of the folder inside a process' state folder."""
 SEGMENT_BYTES = 64 << 20
@@ -190,7 +192,8 @@ class AuditLog:
             batch, self._waiting = self._waiting, []
             try:
                 heads = await asyncio.to_thread(self._write, [(kind, payload) for kind, payload, _ in batch])
-            except MeshError as error:
+            except Exception as exc:  # whatever it is: nobody waits for an entry that is never written
+                error = exc if isinstance(exc, MeshError) else _by_bug(exc)
                 self._failed = True
                 for _, _, done in batch:
                     if not done.done():
@@ -269,6 +272,11 @@ class AuditLog:
             return min(int(told["seq"]), head.seq) if told["chain"] == head.chain else -1
         except (OSError, ValueError, KeyError, TypeError):
             return -1
+
+
+def _by_bug(error: Exception) -> MeshError:
+    log.error("audit_log_failed_by_bug", exc_info=error)
+    return Internal(f"the audit log could not be written: {type(error).__name__}")
 
 
 def _first(line: bytes) -> Entry:

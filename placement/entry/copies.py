@@ -21,6 +21,10 @@ KEEP_S = 120.0
 """How long a request of an entry that is gone waits for its client."""
 
 
+ENTRY_STOPS = "entry"
+"""Detail of a Draining with which an entry that stops ends its requests; a node that drains names no entry."""
+
+
 class Copier(Protocol):
     """The other entries of this kind, as far as they are there."""
 

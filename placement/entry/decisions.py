@@ -111,6 +111,8 @@ class Decisions:
                 other.model = model
                 with suppress(MeshError):  # the first refusal is the one to be told
                     found = await self.accept(accepted.principal, other)
+                    left = replace(found.placement, deadline_s=accepted.placement.deadline_s)  # it has waited
+                    found = replace(found, placement=left)
                     return found, self.plan(found)
             raise
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from mesh.errors import Draining, InvalidRequest, MeshError, NodeUnreachable, NotFound, Overloaded
+from mesh.errors import Cancelled, Draining, Internal, InvalidRequest, MeshError, NodeUnreachable, NotFound, Overloaded
 from mesh.identity.place import Place
 from mesh.identity.principal import AccessRole, Principal
 from mesh.process import background
@@ -100,7 +100,7 @@ class FrontDoor:
         if known is not None:
             copy = self._copies.get(known.request_id)
             if copy is not None and copy.orphan:
-                await self._take_over(copy, principal)
+                self._begin_take_over(copy, principal)
             return known
         if request.resume_offset_tokens and not request.idempotency_key:
             raise InvalidRequest("resume_offset_tokens needs an idempotency_key", field="resume_offset_tokens")
@@ -131,9 +131,12 @@ class FrontDoor:
             )
             accepted = _after_waiting(accepted, time.monotonic() - since_s)
             return await self._run(request_id, accepted, admitted, request, root)
-        except MeshError as error:
-            root.end(error)
-            self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
+        except asyncio.CancelledError:  # its client left
+            self._not_taken(Cancelled("the client left before the request was taken"), root)
+            raise
+        except Exception as exc:
+            error = exc if isinstance(exc, MeshError) else _by_bug(exc)
+            self._not_taken(error, root)
             error.details["request_id"] = request_id
             refused = Refused(
                 request_id=request_id,
@@ -147,7 +150,13 @@ class FrontDoor:
                 raised=None if accepted is None else accepted.raised,
             )
             await self._refusals.keep(refused)
-            raise
+            if error is exc:
+                raise
+            raise error from exc
+
+    def _not_taken(self, error: MeshError, root: Span) -> None:
+        root.end(error)
+        self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
 
     async def _run(
         self, request_id: str, accepted: Accepted, admitted: Admitted, request: pb.GenerateRequest, root: Span
@@ -163,17 +172,25 @@ class FrontDoor:
             if known is None:
                 self._refuse_if_full()
                 work = self._decisions.work(request_id, accepted, plan, root.traceparent)
+                return self._open_stream(accepted, plan, work, admitted, request, root)
         except BaseException:
             self._admission.leave(admitted, None)
             raise
-        if known is not None:
-            self._admission.leave(admitted, None)
-            root.end()
-            return known
-        self._admitted[request_id] = admitted
+        self._admission.leave(admitted, None)
+        root.end()
+        return known
+
+    def _open_stream(
+        self, accepted: Accepted, plan: Plan, work: Work, admitted: Admitted, request: pb.GenerateRequest, root: Span
+    ) -> RequestStream:
+        request_id, principal = work.context.request_id, accepted.principal
         stream = RequestStream(request_id, principal.tenant, _fingerprint(principal, request), accepted.idempotency_key)
-        copied = self._copy_out(stream, accepted, request)
-        return self._start(accepted, plan, work, stream, root, copied=copied)
+        try:
+            copied = self._copy_out(stream, accepted, request)
+            return self._start(accepted, plan, work, stream, root, admitted, copied=copied)
+        except Exception:  # entries that have a copy hear that it ended
+            stream.end(time.monotonic(), Internal("the entry could not start the request; its log has it"))
+            raise
 
     def _known(self, principal: Principal, request: pb.GenerateRequest) -> RequestStream | None:
         """The request that has this key. One that failed is done again for a client that has nothing of it."""
@@ -195,10 +212,12 @@ class FrontDoor:
         work: Work,
         stream: RequestStream,
         root: Span,
+        admitted: Admitted,
         *,
         copied: tuple[Place, ...] = (),
         taken_over: TakenOver | None = None,
     ) -> RequestStream:
+        """Once it returns, the end of the request's task settles what was admitted; if it raises, the caller does."""
         request_id = work.context.request_id
         self._decisions.sent(request_id, plan, len(accepted.token_ids))
         root.set(
@@ -224,9 +243,10 @@ class FrontDoor:
             )
             live.copied_to(copied)
             log.info("request_accepted", shape=plan.choice.shape.name, label=work.context.label, rule=plan.rule)
+            if taken_over is None:
+                self._log.add(stream, time.monotonic())
             task = asyncio.create_task(live.run(), name=f"request:{request_id}")
-        if taken_over is None:
-            self._log.add(stream, time.monotonic())
+        self._admitted[request_id] = admitted
         self._live[request_id] = live
         self._producers[request_id] = task
         task.add_done_callback(lambda _: self._ended(request_id, root))
@@ -241,7 +261,10 @@ class FrontDoor:
         self._read_elsewhere.discard(request_id)
         self._admission.leave(self._admitted.pop(request_id), used_tokens)
         self._client_is_back(request_id)
-        # What was answered goes by the clock, not with the next request.
+        self._forget_later()
+
+    def _forget_later(self) -> None:
+        """What was answered goes by the clock, not with the next request."""
         asyncio.get_running_loop().call_later(self._log.keep_s + 1.0, lambda: self._log.expire(time.monotonic()))
 
     def _client_left(self, stream: RequestStream) -> None:
@@ -306,19 +329,30 @@ class FrontDoor:
         copy = self._copies.pop(request_id, None)
         if copy is not None:
             copy.stream.end(time.monotonic(), error)
+            self._forget_later()
 
     def origin_lost(self, request_ids: Iterable[str]) -> None:
         """The entry of these is gone. They are taken over where a client asks for them, or waits here."""
         for copy in [copy for request_id in request_ids if (copy := self._copies.get(request_id)) is not None]:
             copy.orphan = True
             if copy.stream.readers:
-                task = background(self._take_over(copy, None), f"take-over:{copy.stream.request_id}")
-                self._producers[copy.stream.request_id] = task
-                task.add_done_callback(partial(self._taken_over, copy.stream.request_id))
+                self._begin_take_over(copy, None)
             asyncio.get_running_loop().call_later(KEEP_S, self._nobody_came, copy)
 
-    def _taken_over(self, request_id: str, _: asyncio.Task[None]) -> None:
+    def _begin_take_over(self, copy: Copy, principal: Principal | None) -> None:
+        """No client's own: one that leaves meanwhile must not keep others from the rest."""
+        request_id = copy.stream.request_id
+        if request_id in self._producers or self._copies.pop(request_id, None) is not copy:
+            return  # somebody else just did
+        task = background(self._take_over(copy, principal), f"take-over:{request_id}")
+        self._producers[request_id] = task
+        task.add_done_callback(partial(self._taken_over, request_id, copy.stream))
+
+    def _taken_over(self, request_id: str, stream: RequestStream, task: asyncio.Task[None]) -> None:
         self._producers.pop(request_id, None)
+        if task.cancelled() and stream.request_id == request_id and not stream.ended:
+            stopped = Draining(f"{self._deps.signer.place.node_id} stopped before it went on with the request")
+            stream.end(time.monotonic(), stopped)
 
     def _nobody_came(self, copy: Copy) -> None:
         gone = NodeUnreachable(f"the entry {copy.origin} is gone, and nobody asked for its request", node=copy.origin)
@@ -328,8 +362,6 @@ class FrontDoor:
     async def _take_over(self, copy: Copy, principal: Principal | None) -> None:
         """Go on with a request whose entry is gone, under an id of this entry. What keeps it from that ends it."""
         before = copy.stream.request_id
-        if self._copies.pop(before, None) is not copy:
-            return  # somebody else just does
         who = principal or Principal(tenant=copy.stream.tenant, role=AccessRole.TENANT, key_id="")
         try:
             self._refuse_if_full()
@@ -343,20 +375,23 @@ class FrontDoor:
                 deadline_s=accepted.placement.deadline_s,
             )
             try:
+                self._refuse_if_full()
                 plan = self._decisions.plan(accepted)
                 root = start_span("request", node=self._deps.signer.place.node_id, tenant=who.tenant, kind="taken_over")
                 work = self._decisions.work(self._new_id(), accepted, plan, root.traceparent)
+                self._log.rename(copy.stream, work.context.request_id)
+                taken_over = TakenOver(request_id=before, entry=copy.origin)
+                self._start(accepted, plan, work, copy.stream, root, admitted, taken_over=taken_over)
             except BaseException:
                 self._admission.leave(admitted, None)
                 raise
-        except MeshError as error:
+        except Exception as exc:
+            error = exc if isinstance(exc, MeshError) else _by_bug(exc)
             self._deps.metrics.request_ended(outcome=error.reason, shape=Shape.NONE)
             copy.stream.end(time.monotonic(), error)
+            self._forget_later()
             return
         log.info("request_taken_over", request_id=before, origin=copy.origin, tokens=len(copy.stream.token_ids))
-        self._log.rename(copy.stream, work.context.request_id)
-        self._admitted[work.context.request_id] = admitted
-        self._start(accepted, plan, work, copy.stream, root, taken_over=TakenOver(request_id=before, entry=copy.origin))
         if not copy.stream.readers:
             self._client_left(copy.stream)
 
@@ -468,6 +503,11 @@ class FrontDoor:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+
+
+def _by_bug(error: Exception) -> MeshError:
+    log.error("request_failed_by_bug", exc_info=error)
+    return Internal(f"the entry failed: {type(error).__name__}; its log has it")
 
 
 def _after_waiting(accepted: Accepted, waited_s: float) -> Accepted:

@@ -60,18 +60,19 @@ class Gate:
         """Return when it is the ticket's turn; `leave` follows once for each. Raises Overloaded (with `rule` and
         `retry_after_s`) if there is no room to wait, or it waited too long."""
         waiter = self._waiters[ticket] = asyncio.get_running_loop().create_future()
-        refused = self._queue.push(ticket)
-        if refused is not None:
-            self._refuse(refused, "too many requests wait here")
-        self._pump()
         try:
+            refused = self._queue.push(ticket)
+            if refused is not None:
+                self._refuse(refused, "too many requests wait here")
+            self._pump()
             async with asyncio.timeout(max_wait_s):
                 await waiter
         except TimeoutError:
-            raise self._overloaded(f"no node had room within {max_wait_s:g} s") from None
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self.leave()  # it was let in at this very moment
+            if not _let_in(waiter):  # else its turn came at this very moment
+                raise self._overloaded(f"no node had room within {max_wait_s:g} s") from None
+        except BaseException:
+            if _let_in(waiter):
+                self.leave()
             raise
         finally:
             self._waiters.pop(ticket, None)
@@ -117,3 +118,7 @@ class Gate:
         pace_per_s = max(recent, 1) / _RATE_OVER_S
         retry_after_s = min(60.0, max(1.0, len(self._queue) / pace_per_s))
         return Overloaded(message, rule="fair-share", retry_after_s=f"{retry_after_s:.1f}")
+
+
+def _let_in(waiter: asyncio.Future[None]) -> bool:
+    return waiter.done() and not waiter.cancelled() and waiter.exception() is None

@@ -23,6 +23,7 @@ from mesh.v1 import inference_pb2 as pb
 from placement.decide.moves import Progress
 from placement.decide.types import Plan
 from placement.entry import runner_types as rt
+from placement.entry.copies import ENTRY_STOPS
 from placement.entry.driver import RequestDriver
 from placement.entry.intake import Accepted
 from placement.entry.orders import Work, needs_relay
@@ -183,7 +184,8 @@ class LiveRequest:
             error = Internal(f"the entry failed: {type(exc).__name__}")
         except asyncio.CancelledError:
             # Only an entry that stops cancels its requests; their clients may try another one.
-            error = Draining(f"{self._signer.place.node_id} stopped before the request had ended")
+            node_id = self._signer.place.node_id
+            error = Draining(f"{node_id} stopped before the request had ended", **{ENTRY_STOPS: node_id})
             raise
         finally:
             await self._end(error)

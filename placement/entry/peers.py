@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
@@ -178,15 +179,16 @@ class PeerLink:
             self._on_change()
 
     async def _probe_forever(self) -> None:
-        failures, silent_since_s = 0, 0.0
+        failures = 0
+        asked_s: deque[float] = deque(maxlen=_GIVEN_UP_AFTER)  # when the last probes were sent
         while True:
-            silent_since_s = silent_since_s if failures else time.monotonic()
+            asked_s.append(time.monotonic())
             try:
                 await self._probe(with_goodput=self._model.wants_probe(now_s=time.monotonic()))
             except Exception as error:
                 failures += 1
                 self._failed(error)
-                self._break_silent(failures, silent_since_s)
+                self._break_silent(failures, asked_s[0])
                 await asyncio.sleep(_backoff_s(failures))
                 continue
             failures = 0
@@ -201,8 +203,8 @@ class PeerLink:
 
     def _break_silent(self, failures: int, since_s: float) -> None:
         """A link that swallows everything shows no error for as long as TCP hopes. One probe may be late on a busy
-        machine; after a second one, runs that were silent all the while are given up, so that their clients hear of it
-        or the requests go on elsewhere."""
+        machine; after a second one, runs that were silent all the while (since the first of the last two was sent) are
+        given up, so that their clients hear of it or the requests go on elsewhere."""
         if failures >= _GIVEN_UP_AFTER and (broken := self.port.break_silent(since_s)):
             log.warning("silent_runs_given_up", node_id=self.peer.place.node_id, count=broken)
 
@@ -301,7 +303,9 @@ class Peers:
         await asyncio.gather(*(self._redial(node_id) for node_id in tuple(self._links)))
 
     async def _redial(self, node_id: str) -> None:
-        old = self._links[node_id]
+        old = self._links.get(node_id)
+        if old is None:
+            return  # it left before its turn came
         new = PeerLink(
             old.peer, self._dial, watch_load=self._watch_load, on_change=self._on_change, on_news=self._on_news
         )

@@ -23,7 +23,7 @@ from mesh.process import background
 from mesh.telemetry.log import get_logger
 from mesh.v1 import sibling_pb2 as pb
 from mesh.v1 import sibling_pb2_grpc as pb_grpc
-from placement.entry.copies import entries_to_wire
+from placement.entry.copies import ENTRY_STOPS, entries_to_wire
 from placement.entry.in_flight import InFlight
 from placement.entry.peers import Dial
 from placement.entry.request_log import LogEntry, RequestStream
@@ -52,15 +52,16 @@ class StreamCopies:
         """Events were appended to the stream."""
         count = self._stream.count
         message = entries_to_wire(self._stream.request_id, entries)
-        for link in self._links:
+        for link in tuple(self._links):  # _drop takes out one that is gone
             link.tell(pb.ShareRequest(entries=message), partial(self._has, link, count), self._drop)
         self._show()
 
     def ended(self, error: MeshError | None) -> None:
-        """The stream ended. An entry that stops says nothing: others may go on with its requests."""
+        """The stream ended. An entry that stops (its error says so) says nothing: others may go on with its
+        requests."""
         if self._timer is not None:
             self._timer.cancel()
-        if not isinstance(error, Draining):
+        if not (isinstance(error, Draining) and ENTRY_STOPS in error.details):
             end = pb.CopiedEnd(request_id=self._stream.request_id)
             if error is not None:
                 end.error_reason, end.error_message = error.reason, error.message
@@ -112,6 +113,7 @@ class SiblingLink:
         self._untold: deque[pb.ShareRequest] = deque()
         self._news = asyncio.Event()
         self._sequence = 0
+        self._behind = False  # the other took too little: the session ends, so that it knows its copies to be short
         self._waiting: deque[tuple[int, Callable[[], None], Callable[[SiblingLink], None]]] = deque()
         self.up = False
         self._task = background(self._keep_telling(), f"sibling:{peer.place.node_id}")
@@ -120,7 +122,9 @@ class SiblingLink:
         self, message: pb.ShareRequest, on_taken: Callable[[], None], on_lost: Callable[[SiblingLink], None]
     ) -> None:
         """Send it; `on_taken` when the other has it, `on_lost` if the stream ends before."""
-        if not self.up or len(self._untold) >= _MOST_UNTOLD:
+        if not self.up or self._behind or len(self._untold) >= _MOST_UNTOLD:
+            self._behind = self.up
+            self._news.set()
             on_lost(self)
             return
         self._sequence += 1
@@ -147,7 +151,7 @@ class SiblingLink:
             await asyncio.sleep(_RETRY_S)
 
     async def _session(self) -> None:
-        self._sequence = 0
+        self._sequence, self._behind = 0, False
         call = pb_grpc.SiblingStub(self.channel).Share(self._messages())
         try:
             async for answer in call:
@@ -165,8 +169,11 @@ class SiblingLink:
         loop = asyncio.get_running_loop()
         due_s = loop.time()
         while True:
-            while self._untold:
+            while self._untold and not self._behind:
                 yield self._untold.popleft()
+            if self._behind:
+                log.warning("sibling_takes_too_little", node_id=self.place.node_id)
+                return
             if loop.time() >= due_s:
                 due_s = loop.time() + TELL_EVERY_S
                 yield self._in_flight_message()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import grpc.aio
 
-from mesh.errors import Expired, InvalidRequest, MeshError, Overloaded
+from mesh.errors import Expired, Internal, InvalidRequest, MeshError, Overloaded
 from mesh.identity.place import Place, Role
 from mesh.rpc.peer import require_role
 from mesh.telemetry.log import get_logger
@@ -101,6 +101,9 @@ class SiblingServicer(pb_grpc.SiblingServicer):
             await answers.put(None)
         except MeshError as error:
             await answers.put(error)
+        except Exception as error:  # else the stream would hang, and its copies with it
+            log.exception("sibling_not_understood", node_id=origin)
+            await answers.put(Internal(f"what {origin} told could not be taken: {type(error).__name__}"))
 
     def _take(self, origin: str, message: pb.ShareRequest, streams: dict[str, RequestStream]) -> None:
         match message.WhichOneof("message"):

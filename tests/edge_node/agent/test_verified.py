@@ -28,14 +28,19 @@ class Box:
     file: Path
     clock: Clock
     heard_s: float | None = None
+    heard_elsewhere_s: float | None = None  # over the second uplink
 
     def start(self) -> LastWord:
         word = LastWord(self.file, monotonic=lambda: self.clock.monotonic_s, unix=lambda: self.clock.unix_s)
-        word._link = lambda: LinkState(
-            connected=self.heard_s is not None, since_monotonic_s=0.0, session_id="", heard_monotonic_s=self.heard_s,
-            rtt_s=None, last_error=None,
-        )  # fmt: skip
+        word._links = lambda: [link(self.heard_s), link(self.heard_elsewhere_s)]
         return word
+
+
+def link(heard_s: float | None) -> LinkState:
+    return LinkState(
+        connected=heard_s is not None, since_monotonic_s=0.0, session_id="", heard_monotonic_s=heard_s, rtt_s=None,
+        last_error=None,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -55,6 +60,17 @@ def test_it_grows_while_cut_off_and_is_young_while_connected(box: Box) -> None:
     assert word.age_s == 63.0
     box.heard_s = box.clock.monotonic_s - 0.5
     assert word.age_s == 0.5
+
+
+def test_any_uplink_brings_the_word(box: Box) -> None:
+    word = box.start()
+    box.heard_s, box.heard_elsewhere_s = box.clock.monotonic_s, box.clock.monotonic_s
+    box.clock.pass_s(60)
+    box.heard_s, box.heard_elsewhere_s = box.clock.monotonic_s, None
+    assert word.age_s == 0.0
+    box.clock.pass_s(60)
+    box.heard_s, box.heard_elsewhere_s = None, box.clock.monotonic_s
+    assert word.age_s == 0.0
 
 
 async def test_a_restart_does_not_make_it_young(box: Box) -> None:

@@ -13,7 +13,7 @@ from mesh.audit import log as log_module
 from mesh.audit.chain import EntryKind
 from mesh.audit.log import AuditLog, segments
 from mesh.audit.verify import verify_log
-from mesh.errors import MeshError, Overloaded, PayloadCorrupt
+from mesh.errors import Internal, MeshError, Overloaded, PayloadCorrupt
 from mesh.identity.ca import CertificateAuthority
 from mesh.identity.signing import NodeIdentity
 from tests.mesh.audit.conftest import receipt_of
@@ -118,3 +118,21 @@ async def test_what_is_no_json_is_refused(node: NodeOf, log_of: LogOf) -> None:
     with pytest.raises(MeshError):
         await log.append(EntryKind.ADMIN, {"n": float("nan")})
     await log.append(EntryKind.ADMIN, {"n": 1})
+
+
+async def test_a_bug_in_writing_is_told_to_all_who_wait(
+    node: NodeOf, log_of: LogOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = log_of(node("paris"))
+
+    def broken(entries: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log, "_write", broken)
+        async with asyncio.timeout(10):
+            told = await asyncio.gather(*(log.append(EntryKind.ADMIN, {}) for _ in range(3)), return_exceptions=True)
+    assert [type(error) for error in told] == [Internal] * 3
+    await log.check()
+    assert (await log.append(EntryKind.ADMIN, {"n": 1})).seq == log.head.seq
+    await log.close()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mesh.errors import InvalidRequest, MeshError, NoNodeNow, Overloaded, PolicyDenied
+from mesh.errors import Internal, InvalidRequest, MeshError, NoNodeNow, Overloaded, PolicyDenied
 from mesh.v1 import common_pb2 as common
 from mesh.v1 import inference_pb2 as pb
 from placement.decide.types import Plan
@@ -248,6 +249,55 @@ async def test_who_waits_too_long_is_told_and_leaves_no_trace() -> None:
     assert gate.waiting == 0
     gate.leave()
     await gate.enter(ticket(), max_wait_s=5.0)
+
+
+async def test_a_turn_that_comes_as_the_wait_ends_is_taken() -> None:
+    mesh = MemoryMesh("core-1", entry="core-1")
+    gate = Gate(mesh.snapshot)
+
+    def ticket() -> Ticket:
+        return Ticket(tenant="a", band=0, weight=1.0, cost_tokens=1.0)
+
+    for _ in range(8):
+        await gate.enter(ticket())
+    waits = asyncio.create_task(gate.enter(ticket(), max_wait_s=0.01))
+    await asyncio.sleep(0)
+    time.sleep(0.02)  # noqa: ASYNC251 - a busy machine: the timer is due in the same round of the loop
+    asyncio.get_running_loop().call_soon(gate.leave)
+    await waits
+    assert (gate._inside, gate.waiting) == (8, 0)
+
+
+@pytest.mark.parametrize("where", ["accept", "plan_or_downgrade", "work", "continuation"])
+async def test_a_bug_leaves_an_outcome_a_receipt_and_a_free_slot(
+    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    mesh = make_mesh("core-1", entry="core-1", policy=POLICY + "limits: {tokens_per_minute: 6000}\n")
+
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mesh.door._decisions, where, broken)
+        error = await refused(mesh, request_of(), Internal)
+    body = body_of(mesh.receipts.kept[-1])
+    assert (body["outcome"], body["request_id"]) == ("INTERNAL", error.details["request_id"])
+    assert sample_of(mesh.metrics, "kvmesh_requests_total", outcome="INTERNAL", shape="none") == 1.0
+    assert mesh.door._admission._gate._inside == 0
+    assert not mesh.door._admitted
+    await ask(mesh.door, request_of())
+
+
+async def test_a_smaller_model_has_what_is_left_of_the_deadline(
+    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = make_mesh("core-1", entry="core-1", policy=POLICY + "models: {downgrade: {large: [toy]}}\n")
+    mesh.deps.models["large"] = toy_model(model_id="large")  # type: ignore[index]
+    decisions, request = mesh.door._decisions, request_of(model="large", deadline_s=600.0)
+    accepted = await decisions.accept(principal(), request)
+    waited = replace(accepted, placement=replace(accepted.placement, deadline_s=590.0))
+    found, _ = await decisions.plan_or_downgrade(waited, request)
+    assert (found.model.model_id, found.placement.deadline_s) == ("toy", 590.0)
 
 
 async def test_waiting_is_part_of_the_deadline(make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:

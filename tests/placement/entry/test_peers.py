@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -214,6 +215,34 @@ async def test_a_bug_in_a_probe_does_not_leave_a_link_reachable(
         await until(lambda: not link.facts.reachable)
         monkeypatch.setattr(link, "_probe", probe)
         await until(lambda: link.facts.reachable)
+
+
+async def test_a_run_that_was_heard_during_the_first_silent_probe_is_given_up_too(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.engine.gate = asyncio.Event()  # nothing comes
+    async with peers_of(watch_load=False) as peers:
+        peers.update([Peer(address=served.address, place=CORE)])
+        link = peers.link("core-1")
+        assert link is not None
+        await until(lambda: link.facts.reachable)
+        heard = list[float]()
+
+        async def silent(*, with_goodput: bool) -> None:
+            await asyncio.sleep(0.01)
+            if not heard:  # it had been under way
+                heard.append(time.monotonic())
+                for call in link.port._heard_s:
+                    link.port._heard_s[call] = heard[0]
+            raise NodeUnreachable("no answer", node="core-1")
+
+        async with aclosing(peers.port("core-1").run(run_order("r", prompt(20), sampling=greedy(9)))) as run:
+            first = asyncio.ensure_future(anext(run))
+            await until(lambda: served.host.statistics().running == 1)
+            monkeypatch.setattr(link, "_probe", silent)
+            await until(first.done)
+            assert heard
+            assert first.cancelled()  # as grpc.aio tells it; see RequestDriver
 
 
 async def test_a_link_that_swallows_everything_ends_its_silent_runs(

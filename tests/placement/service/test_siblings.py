@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import grpc.aio
 import pytest
 
-from mesh.errors import Draining, InvalidRequest, NodeUnreachable, NotFound
+from mesh.errors import Draining, Internal, InvalidRequest, NodeUnreachable, NotFound
 from mesh.identity.place import Place
 from mesh.node.port import Peer
 from mesh.rpc.errors import ErrorInterceptor
@@ -20,10 +21,12 @@ from mesh.v1 import sibling_pb2, sibling_pb2_grpc
 from placement.entry import front_door as front_door_module
 from placement.entry.front_door import FrontDoor
 from placement.entry.in_flight import InFlight
+from placement.entry.intake import Accepted
+from placement.entry.request_log import RequestStream, TokenPiece
 from placement.policy.book import PolicyBook
 from placement.service import siblings as siblings_module
 from placement.service import siblings_servicer as servicer_module
-from placement.service.siblings import Siblings
+from placement.service.siblings import Siblings, StreamCopies
 from placement.service.siblings_servicer import SiblingServicer
 from tests.fakes.fake_node import FakeSigner
 from tests.fakes.mesh import TENANT, Answer, MemoryMesh, ask, asking, place_of, request_of, settle, until
@@ -296,3 +299,113 @@ async def test_only_placement_services_share(mesh: MemoryMesh) -> None:
                 pass
     await made.server.stop(0)
     await made.siblings.close()
+
+
+async def test_a_bug_in_a_take_over_ends_the_request(
+    pair: tuple[Service, Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+    request = request_of("a bug", max_tokens=60, idempotency_key="k")
+    async with asking(one.door, request, tokens=2):
+        await one.kill()
+
+    async def broken(*args: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(two.door._decisions, "accept", broken)
+    for _ in range(2):
+        with pytest.raises(Internal):
+            await ask(two.door, resumed(request, 1))
+    assert two.door._admission._gate._inside == 0
+
+
+async def test_a_client_that_leaves_during_a_take_over_does_not_keep_another_from_it(
+    pair: tuple[Service, Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = pair
+    request = request_of("two come", max_tokens=60, idempotency_key="k")
+    async with asking(one.door, request, tokens=2):
+        await one.kill()
+        await until(lambda: all(copy.orphan for copy in two.door._copies.values()))
+    accept, going_on, asked = two.door._decisions.accept, asyncio.Event(), asyncio.Event()
+
+    async def slow(*args: Any) -> Accepted:
+        asked.set()
+        await going_on.wait()
+        return await accept(*args)
+
+    monkeypatch.setattr(two.door._decisions, "accept", slow)
+    leaves, stays = (asyncio.create_task(ask(two.door, request)) for _ in range(2))
+    await asked.wait()
+    leaves.cancel()
+    await asyncio.gather(leaves, return_exceptions=True)
+    going_on.set()
+    async with asyncio.timeout(20):
+        assert len((await stays).ids) == 60
+
+
+async def test_what_was_read_from_a_copy_is_forgotten_by_the_clock(pair: tuple[Service, Service]) -> None:
+    one, two = pair
+    two.door._log.keep_s = 0.0
+    await ask(one.door, request_of("forgotten", max_tokens=5, idempotency_key="k"))
+    await until(lambda: not two.door._copies)
+    await until(lambda: not two.door._log._by_id)
+
+
+async def test_a_sibling_that_sends_nonsense_is_not_listened_to(
+    pair: tuple[Service, Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = pair
+
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(servicer_module.SiblingServicer, "_take", broken)
+    await until(lambda: not one.siblings.up())
+
+
+async def test_a_sibling_that_takes_too_little_is_tried_anew(
+    pair: tuple[Service, Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings_module, "_MOST_UNTOLD", 2)
+    one, _ = pair
+    link, lost = one.siblings._links["placement-2"], list[object]()
+    for _ in range(4):
+        link.tell(sibling_pb2.ShareRequest(), lambda: None, lost.append)
+    assert lost
+    await until(lambda: not link.up)
+    await until(lambda: link.up)
+
+
+class _Link:
+    """A sibling that is there, or gone."""
+
+    def __init__(self, *, there: bool) -> None:
+        self.place = TWO
+        self.there = there
+        self.told: list[sibling_pb2.ShareRequest] = []
+
+    def tell(self, message: sibling_pb2.ShareRequest, on_taken: object, on_lost: Callable[[object], None]) -> None:
+        if self.there:
+            self.told.append(message)
+        else:
+            on_lost(self)
+
+
+async def test_one_that_is_gone_does_not_cost_the_others_a_word() -> None:
+    gone, there = _Link(there=False), _Link(there=True)
+    stream = RequestStream("placement-1:1", TENANT, b"", "k")
+    stream.copies = copies = StreamCopies(stream, cast(Any, [gone, there]))
+    for token_id in range(3):
+        stream.append(TokenPiece(token_id, "a", "core-1"))
+    assert len(there.told) == 3
+    copies.ended(None)
+
+
+@pytest.mark.parametrize(("details", "told"), [({"node": "core-1"}, True), ({"entry": "placement-1"}, False)])
+async def test_only_an_entry_that_stops_leaves_its_requests_open(details: dict[str, str], told: bool) -> None:
+    link = _Link(there=True)
+    stream = RequestStream("placement-1:1", TENANT, b"", "k")
+    stream.copies = StreamCopies(stream, cast(Any, [link]))
+    stream.end(1.0, Draining("it drains", **details))
+    assert bool(link.told) is told
