@@ -79,11 +79,13 @@ class SiteConfig:
     def forget(self) -> None:
         """This site was revoked: keep nothing of what it was given, here or on disk. Every request is refused from
         now on. Blocking."""
-        self.directory, self.book, self.version = TenantDirectory(), PolicyBook(), 0
-        try:
-            self._file.unlink(missing_ok=True)
-        except OSError as error:
-            log.error("site_config_not_removed", error=error.strerror or str(error))
+        with self._taking:  # one that is being taken must not come back after this
+            self.directory, self.book, self.version = TenantDirectory(), PolicyBook(), 0
+            self._message = uplink_pb2.SiteConfig()
+            try:
+                self._file.unlink(missing_ok=True)
+            except OSError as error:
+                log.error("site_config_not_removed", error=error.strerror or str(error))
 
     def salt(self, tenant: str, label: str, model: str) -> bytes:
         """Cache namespace of a tenant's data. Raises PolicyDenied for a tenant this site does not serve."""

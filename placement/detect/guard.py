@@ -91,5 +91,9 @@ class Guard:
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(ended, found)
 
-        threading.Thread(target=work, name="detect", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="detect", daemon=True).start()
+        except RuntimeError:  # no more threads: the slot must not go with it
+            self._slots.release()
+            raise
         return outcome

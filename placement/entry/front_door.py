@@ -280,6 +280,7 @@ class FrontDoor:
             self._live[alone[0]].driver.cancel()  # the one that has been waiting longest
             self._client_is_back(alone[0])
         loop = asyncio.get_running_loop()
+        self._client_is_back(stream.request_id)  # it may be said twice
         self._alone[stream.request_id] = loop.call_later(_GRACE_S, live.driver.cancel)
 
     def _client_is_back(self, request_id: str) -> None:

@@ -114,6 +114,7 @@ class SiblingLink:
         self._news = asyncio.Event()
         self._sequence = 0
         self._behind = False  # the other took too little: the session ends, so that it knows its copies to be short
+        self._followed: deque[str] = deque(maxlen=_MOST_UNTOLD)  # our requests that were read there of late
         self._waiting: deque[tuple[int, Callable[[], None], Callable[[SiblingLink], None]]] = deque()
         self.up = False
         self._task = background(self._keep_telling(), f"sibling:{peer.place.node_id}")
@@ -159,6 +160,8 @@ class SiblingLink:
                     self.up = True
                     log.info("sibling_hears_us", node_id=self.place.node_id)
                 if answer.request_id:
+                    if answer.followed:
+                        self._followed.append(answer.request_id)
                     self._on_followed(answer.request_id, answer.followed)
                 while self._waiting and self._waiting[0][0] <= answer.sequence:
                     self._waiting.popleft()[1]()
@@ -200,6 +203,8 @@ class SiblingLink:
 
     def _lost(self) -> None:
         self.up = False
+        while self._followed:  # whoever read there does so no longer
+            self._on_followed(self._followed.popleft(), False)
         self._untold.clear()
         waiting, self._waiting = self._waiting, deque()
         for _, _, on_lost in waiting:

@@ -92,6 +92,9 @@ class SiteLogs:
             except (MeshError, TimeoutError) as error:
                 self._failed(place, error)
                 return
+            except Exception:  # the others are not left half asked
+                log.exception("site_log_failed", peer=place.node_id)
+                return
         self._told.discard(place.node_id)
         if merged:
             self.merged_total += merged

@@ -53,6 +53,8 @@ class TelemetryCollector:
                     await self._fetch(node_id)
                 except MeshError as error:
                     log.info("telemetry_not_fetched", node=node_id, reason=error.reason)
+                except Exception:  # the others are not left half asked
+                    log.exception("telemetry_failed", node=node_id)
 
         await asyncio.gather(*(one(edge.place.node_id) for edge in self._hub.attached()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,25 @@ def test_a_tenant_that_the_site_no_longer_serves_is_gone(file: Path) -> None:
     site.take(message(epoch="e", directory_revision=6, keys=[], salts=[], policies=[]))
     assert_closed(site)
     assert site.book.lookup("acme").version == 0
+
+
+def test_what_is_being_taken_does_not_outlive_a_revocation(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, begun, going_on = SiteConfig(file), threading.Event(), threading.Event()
+    write = site_config_module.write_private
+
+    def slow(path: Path, data: bytes) -> None:
+        begun.set()
+        going_on.wait(10)
+        write(path, data)
+
+    monkeypatch.setattr(site_config_module, "write_private", slow)
+    taking, forgetting = threading.Thread(target=site.take, args=(message(),)), threading.Thread(target=site.forget)
+    taking.start()
+    assert begun.wait(10)
+    forgetting.start()
+    forgetting.join(0.05)
+    going_on.set()
+    taking.join()
+    forgetting.join()
+    assert_closed(site)
+    assert not file.exists()

@@ -138,3 +138,16 @@ detectors:
     raised = await raise_label(Guard(), policy, "public", "about ZX-1234")
     assert (raised.label, [f.kind for f in raised.findings]) == ("confidential", ["pattern.project"])
     assert (await raise_label(Guard(), policy, "public", "about ZX-12")).label == "public"
+
+
+async def test_a_thread_that_cannot_be_started_costs_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard(n_threads=1)
+
+    def no_more(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more)
+        for _ in range(2):
+            assert (await guard.detect("text", [Broken()], trusted=False)).failure == "a detector failed (RuntimeError)"
+    assert (await guard.detect("text", [Broken()], trusted=False)).failure == "a detector failed (ValueError)"

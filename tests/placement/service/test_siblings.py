@@ -168,6 +168,21 @@ async def test_a_request_that_is_read_elsewhere_only_is_not_ended(
     assert len(answer.ids) == 150
 
 
+async def test_a_request_whose_reader_was_at_one_that_died_waits_for_its_client_as_ever(
+    pair: tuple[Service, Service],
+) -> None:
+    one, two = pair
+    request = request_of("read elsewhere", max_tokens=900, idempotency_key="k")
+    async with asking(one.door, request, tokens=2) as (_, task), asking(two.door, request, tokens=3):
+        await until(lambda: bool(one.door._read_elsewhere))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert not one.door._alone
+        await two.kill()
+        await until(lambda: bool(one.door._alone))
+        assert not one.door._read_elsewhere
+
+
 async def test_a_reader_at_the_other_one_goes_on_when_the_first_dies(pair: tuple[Service, Service]) -> None:
     one, two = pair
     request = request_of("two readers", max_tokens=60, idempotency_key="k")

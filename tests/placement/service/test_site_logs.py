@@ -116,6 +116,19 @@ async def test_a_site_that_does_not_fit_or_answer_leaves_the_others_alone(
     assert not (core / "rome" / bad.head.chain / "audit-000001.jsonl").exists()
 
 
+async def test_a_bug_at_one_site_leaves_the_others_alone(
+    node: NodeOf, tmp_path: Path, authority: CertificateAuthority
+) -> None:
+    hub = Sites()
+    for name in ("lyon", "paris"):
+        log = AuditLog(tmp_path / name, node(name))
+        hub.edges[name] = Edge(node(name).place, WitnessDesk(log, authority.ca_pem))
+    del hub.edges["lyon"].desk
+    logs = SiteLogs(tmp_path / "core", hub)
+    await logs.round()
+    assert logs.merged_total > 0
+
+
 async def test_an_attached_site_is_asked_once_in_a_period(
     node: NodeOf, tmp_path: Path, authority: CertificateAuthority
 ) -> None:

@@ -40,7 +40,8 @@ async def test_a_cut_is_told_afterwards_with_its_own_times(tmp_path: Path) -> No
         TelemetrySpool(tmp_path / "paris"), load=lambda: None, totals=lambda: metrics.totals,
         connected=lambda: connected[0], now=lambda: now[0],
     )  # fmt: skip
-    hub = Hub({"edge-paris": paris, "edge-old": NotImplementedHere("older"), "edge-gone": NodeUnreachable("gone")})
+    hub = Hub({"edge-paris": paris, "edge-old": NotImplementedHere("older"), "edge-gone": NodeUnreachable("gone"),
+               "edge-bad": ZeroDivisionError()})  # fmt: skip
     history = TelemetryHistory(tmp_path / "history")
     collector = TelemetryCollector(hub, history)  # type: ignore[arg-type]
     await paris.sample()
