@@ -21,7 +21,7 @@ test: ## Set up what the tests need (Consul included) and run them all
 	@.ci/run
 
 check: dev ## Lint, types, import contracts, wire contract, fast unit tests
-	@$(BIN)/pytest -q -n 2 --dist loadgroup -m "not model and not consul and not e2e and not soak"
+	@$(BIN)/pytest -q -n 2 --dist loadscope -m "not model and not consul and not e2e and not soak"
 
 soak: dev ## The long counts
 	@$(BIN)/pytest -m soak

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
 
 # No deadline: nothing in these tests is measured in wall-clock time, and machines are shared.
 hypothesis.settings.register_profile("kvmesh", deadline=None, print_blob=True)
@@ -23,9 +28,15 @@ def wikitext() -> str:
     return path.read_text(encoding="utf-8")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for pytest-xdist's loadgroup: tests that start processes or load a model are never beside one another,
-    others stay together by file."""
-    for item in items:
-        heavy = any(item.get_closest_marker(mark) for mark in ("model", "consul", "e2e", "soak"))
-        item.add_marker(pytest.mark.xdist_group("heavy" if heavy else str(item.path)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Where tests run two at a time: a file's stay together, and meshes of real processes are never beside one
+    another."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::", 1)[0]
+            return "tests/e2e" if path.startswith("tests/e2e/") else path
+
+    return ByFile(config, log)
