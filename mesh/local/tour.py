@@ -177,6 +177,7 @@ async def step_6_core_gone(clients: Clients, ca_pem: bytes, kill: Callable[[str]
     """The core is killed: paris still answers; what only the core may do is UNAVAILABLE, with rule and node."""
     await kill(CORE_NODE)
     await _until(lambda: _is_gone(clients.admin, CORE_NODE))
+    await _until(lambda: _is_refused(clients.paris, CORE_NODE))  # the site hears of it a moment later
     done = await clients.paris.complete(
         _chat("What is two plus two?"), label="internal", max_tokens=ANSWER_TOKENS, temperature=0.0
     )
@@ -212,6 +213,12 @@ async def _knows_policy(client: MeshClient, version: int) -> bool:
 
 async def _is_gone(admin: MeshClient, node_id: str) -> bool:
     return all(n.node_id != node_id or n.state != "ready" for n in (await admin.snapshot()).nodes)
+
+
+async def _is_refused(entry: MeshClient, node_id: str) -> bool:
+    """Whether an entry would not use a node, whatever policy says of it."""
+    verdicts = (await entry.explain(_chat("Hello"), label="internal")).nodes
+    return all(verdict.refused for verdict in verdicts if verdict.node_id == node_id)
 
 
 async def _until(ask: Callable[[], Awaitable[T]]) -> T:

@@ -43,7 +43,7 @@ class Box:
         self.settings = self.plan.settings_of(self.place, placement)
         self.state = folder / "state"
         make_private_folder(self.plan.folder_of(node_id))
-        self.authority = CertificateAuthority.create_or_load(folder / "ca", MESH)
+        self.authority = CertificateAuthority.create_or_load(self.plan.folder / "ca", MESH)
         self.issue()
 
     def issue(self, authority: CertificateAuthority | None = None, *, expired: bool = False) -> None:

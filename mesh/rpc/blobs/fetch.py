@@ -79,8 +79,10 @@ async def fetch_blob(
         try:
             await _attempt(dial, digest, part, limits, on_progress)
             break
+        except _NoRoomError as no_room:
+            raise no_room.error from no_room
         except MeshError as error:
-            if error.retry not in (Retry.ELSEWHERE, Retry.BACK_OFF) or isinstance(error, _DiskFull):
+            if error.retry not in (Retry.ELSEWHERE, Retry.BACK_OFF):
                 raise
             failed = 1 if _size(part) > before else failed + 1
             if failed >= limits.attempts:
@@ -95,10 +97,12 @@ def part_of(target: Path, digest: str) -> Path:
     return target.with_name(f".{digest}.part")
 
 
-class _DiskFull(Overloaded):
-    """Of this machine, as opposed to a peer that is busy: trying again does not help."""
+class _NoRoomError(Exception):
+    """The disk of this machine is full, as opposed to a peer that is busy: trying again does not help."""
 
-    reason = Overloaded.reason
+    def __init__(self, error: Overloaded) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 async def _attempt(
@@ -115,7 +119,8 @@ async def _attempt(
                 finally:
                     call.cancel()
     except OSError as error:
-        raise _disk_error(part, error) from error
+        known = write_error(part, error)
+        raise (_NoRoomError(known) if isinstance(known, Overloaded) else known) from error
     except InvalidRequest:  # more is here than the file has: it is not of this file
         await asyncio.to_thread(part.unlink, missing_ok=True)
         raise NodeUnreachable("what was here of the file is not of it: begun anew") from None
@@ -162,11 +167,11 @@ def _check_room(part: Path, size: int, missing: int, limits: FetchLimits) -> Non
     free = shutil.disk_usage(part.parent).free
     if missing + KEEP_FREE_BYTES > free:
         mib = 1 << 20
-        raise _DiskFull(
+        message = (
             f"{missing // mib} MiB are missing and {KEEP_FREE_BYTES // mib} MiB stay free, but the disk of "
-            f"{part.parent} has {free // mib} MiB: free some; what has arrived is kept",
-            path=str(part.parent),
+            f"{part.parent} has {free // mib} MiB: free some; what has arrived is kept"
         )
+        raise _NoRoomError(Overloaded(message, path=str(part.parent)))
 
 
 def _finish(part: Path, digest: str, target: Path) -> None:
@@ -203,11 +208,6 @@ def _size(part: Path) -> int:
     with suppress(FileNotFoundError):
         return part.stat().st_size
     return 0
-
-
-def _disk_error(part: Path, error: OSError) -> MeshError:
-    known = write_error(part, error)
-    return _DiskFull(known.message, **known.details) if isinstance(known, Overloaded) else known
 
 
 def _private(path: str, flags: int) -> int:

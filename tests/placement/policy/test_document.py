@@ -134,6 +134,7 @@ def test_json_schema_names_every_key() -> None:
     assert set(schema["properties"]) == {
         "version", "labels", "rules", "kv_rules", "models", "detectors", "priority", "fallback", "price",
             "kv_max_loss_ratio", "relay", "conditions", "limits", "targets", "share", "expires",
+            "offline_max_s",
     }  # fmt: skip
     assert schema["additionalProperties"] is False
 

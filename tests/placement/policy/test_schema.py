@@ -36,6 +36,7 @@ limits: {requests_per_minute: 60, tokens_per_minute: 1000.5, offline_share_ratio
 targets: {ttft_s: 2, tpot_s: 0.05, deadline_s: 60}
 expires: '2030-01-01'
 fallback: none
+offline_max_s: 3600
 relay: forbidden
 price: {core_decode_per_s: 1.5, edge_prefill_per_s: 2}
 kv_max_loss_ratio: 0.02
