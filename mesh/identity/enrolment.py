@@ -300,8 +300,8 @@ def site_of_token(sites: tuple[SiteRecord, ...], token: Token) -> SiteRecord:
 def check_node_id_free(sites: tuple[SiteRecord, ...], nodes: Iterable[Place], site: str, node_id: str) -> None:
     """Raise AlreadyExists if a node elsewhere in the mesh has this id: nodes know one another by it, so a box that had
     it too would pass for that one. A box of the same site may be replaced. `nodes`: all that are known."""
-    elsewhere = (s for s in sites if s.site != site and not s.revoked_unix_s)
-    named = {node for s in elsewhere for node in (*(b.node_id for b in s.boxes), *(t.node_id for t in s.tokens))}
+    elsewhere = [s for s in sites if s.site != site and not s.revoked_unix_s]
+    named = {b.node_id for s in elsewhere for b in s.boxes} | {t.node_id for s in elsewhere for t in s.tokens}
     if node_id in named or any(p.node_id == node_id and (p.site != site or p.role is not Role.EDGE) for p in nodes):
         raise AlreadyExists(f"a node elsewhere in the mesh has the id {node_id}; choose another one", field="node_id")
 
