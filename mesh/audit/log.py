@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from mesh.audit.chain import Entry, EntryKind, Head, head_body, make_line, read_line
 from mesh.audit.segments import Segments, made, segments, stored
 from mesh.errors import Internal, MeshError, Overloaded, PayloadCorrupt
-from mesh.identity.files import make_private_folder, write_error, write_private
+from mesh.identity.files import make_private_folder, sync_folder, write_error, write_private
 from mesh.identity.place import Place
 from mesh.identity.sealing import Sealer
 from mesh.identity.signing import SignedRecord
@@ -224,7 +224,7 @@ class AuditLog:
             with open(path, "ab", opener=_private) as file:
                 size = file.tell()
                 if size == 0:
-                    _sync_folder(self._folder)
+                    sync_folder(self._folder)
                 try:
                     file.write(lines)
                     file.flush()
@@ -307,11 +307,3 @@ def record_from_json(value: Any) -> SignedRecord:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

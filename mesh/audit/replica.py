@@ -15,7 +15,7 @@ from pathlib import Path
 from mesh.audit.chain import Entry, EntryKind, Head, read_line
 from mesh.audit.segments import segments
 from mesh.errors import PayloadCorrupt
-from mesh.identity.files import make_private_folder, write_error
+from mesh.identity.files import make_private_folder, sync_folder, write_error
 from mesh.identity.place import Place
 
 SITE_LOGS_FOLDER = "site-logs"
@@ -34,6 +34,8 @@ class Replica:
         self._place = place
         self.chain = chain
         make_private_folder(self._folder)
+        for made in (self._folder.parent, folder):
+            sync_folder(made)
         self.head: Head | None = self._recover()
 
     @property
@@ -78,6 +80,8 @@ class Replica:
         try:
             with open(path, "ab", opener=_private) as file:
                 size = file.tell()
+                if size == 0:
+                    sync_folder(self._folder)
                 try:
                     file.write(data)
                     file.flush()

@@ -55,7 +55,7 @@ def write_private(path: Path, data: bytes) -> None:
         if isinstance(error, OSError):
             raise write_error(path, error) from error
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_error(path: Path, error: OSError) -> Overloaded | Internal:
@@ -65,8 +65,8 @@ def write_error(path: Path, error: OSError) -> Overloaded | Internal:
     return Internal(f"cannot write {path}: {error.strerror or error}", path=str(path))
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable."""
+def sync_folder(folder: Path) -> None:
+    """Make what was made, renamed or removed in a folder durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -161,6 +161,7 @@ class UplinkHub(uplink_pb2_grpc.UplinkServicer):
             )
         )
         try:
+            self._peer_place(context)  # it may have been cut off while it said hello
             self._attach(session)
             await session.serve(requests, context.write)
         finally:

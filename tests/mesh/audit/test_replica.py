@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.audit import replica as replica_module
 from mesh.audit.chain import EntryKind
 from mesh.audit.log import AuditLog, LogLimits, segments
 from mesh.audit.replica import Replica
@@ -98,3 +99,18 @@ async def test_another_nodes_log_and_odd_names_are_refused(node: NodeOf, tmp_pat
     for chain in ("", "../../etc", "a" * 65):
         with pytest.raises(PayloadCorrupt, match="names its log"):
             Replica(tmp_path / "core", node("paris").place, chain)
+
+
+async def test_a_new_file_is_in_its_folder_before_it_is_told_as_kept(
+    node: NodeOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paris = node("paris")
+    log, lines = await lines_of(tmp_path / "site", paris, 8)
+    synced = list[Path]()
+    monkeypatch.setattr(replica_module, "sync_folder", synced.append)
+    replica = Replica(tmp_path / "core", paris.place, log.head.chain)
+    folder = tmp_path / "core" / "paris" / log.head.chain
+    assert synced == [folder.parent, folder.parent.parent]
+    replica.append(0, lines[:4])
+    replica.append(4, lines[4:])
+    assert synced[2:] == [folder], "once for the file"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -18,15 +19,18 @@ from mesh.errors import (
     LeaseLost,
     MeshError,
     NodeUnreachable,
+    NotFound,
     PolicyDenied,
     RevisionMismatch,
 )
-from mesh.identity.place import Role
+from mesh.identity.place import Place, Role
 from mesh.node.port import PortEvent, PortFinished, PortPrefilled
 from mesh.rpc.errors import from_rpc_error
+from mesh.rpc.uplink.session import Session
 from mesh.rpc.uplink.types import UplinkLimits
 from mesh.v1 import admin_pb2, common_pb2, node_pb2, uplink_pb2
 from tests.mesh.rpc.uplink.harness import (
+    MODEL,
     Mesh,
     RawAgent,
     Site,
@@ -407,3 +411,19 @@ async def test_a_finish_reason_of_a_newer_build_is_not_guessed_at() -> None:
         event = node_pb2.RunEvent(finished=finished)
         await agent.send(work_event=uplink_pb2.WorkEvent(work_id=work_id, event=event))
         assert isinstance(await error_of(run), MeshError)
+
+
+async def test_one_that_is_cut_off_while_it_says_hello_does_not_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with mesh() as m, raw(m) as agent:
+        greet = m.hub._greet
+
+        async def slow(place: Place, requests: Any) -> Session:
+            session = await greet(place, requests)
+            del m.places["edge-1"]  # revoked meanwhile: no session was there to be ended
+            return session
+
+        monkeypatch.setattr(m.hub, "_greet", slow)
+        await agent.send(hello=uplink_pb2.AgentHello(protocol=1, build="raw", clock_unix_s=1.0, models=[MODEL]))
+        async with asyncio.timeout(10):
+            assert isinstance(await refusal(agent), NotFound)
+        assert m.hub.attached() == ()
