@@ -25,7 +25,7 @@ More = Annotated[
     typer.Option("--more", metavar="NAME=FOLDER", help="Another folder, e.g. the audit log of a site; may repeat."),
 ]
 Passphrase = Annotated[
-    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="Its first line locks the archive.")
+    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="What is in it locks the archive.")
 ]
 Key = Annotated[Path | None, typer.Option("--key-file", metavar="FILE", help="Or this file, of 32 bytes or more.")]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]

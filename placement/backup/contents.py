@@ -121,19 +121,22 @@ def stage(source: BinaryIO, secret: Secret, parent: Path) -> Staged:
 
 def put_in_place(staged: Staged, targets: Mapping[str, Path]) -> None:
     """Move each staged folder to its target, which `check_empty` has seen. Raises InvalidRequest for a folder of the
-    archive without a target."""
-    missing = set(staged.summary.folders) - targets.keys()
-    if missing:
-        shutil.rmtree(staged.folder, ignore_errors=True)
-        raise InvalidRequest(f"the backup holds {', '.join(sorted(missing))} too: say where they go", field="--more")
-    check_empty(targets[name] for name in staged.summary.folders)
-    for name in staged.summary.folders:
-        target = targets[name]
-        target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-        if target.exists():
-            target.rmdir()
-        shutil.move(staged.folder / name, target)  # a copy, where it is another disk
-    shutil.rmtree(staged.folder, ignore_errors=True)
+    archive without a target. What was unpacked is removed in any case."""
+    try:
+        missing = set(staged.summary.folders) - targets.keys()
+        if missing:
+            raise InvalidRequest(
+                f"the backup holds {', '.join(sorted(missing))} too: say where they go", field="--more"
+            )
+        check_empty(targets[name] for name in staged.summary.folders)
+        for name in staged.summary.folders:
+            target = targets[name]
+            target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            if target.exists():
+                target.rmdir()
+            shutil.move(staged.folder / name, target)  # a copy, where it is another disk
+    finally:
+        shutil.rmtree(staged.folder, ignore_errors=True)  # it holds keys
 
 
 def _files(name: str, folder: Path) -> Iterator[tuple[str, bytes]]:

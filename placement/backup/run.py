@@ -26,10 +26,11 @@ from mesh.settings import PlacementSettings, RegistryKind
 from placement.backup.contents import Staged, Summary, check_empty, put_in_place, stage, write_backup
 from placement.backup.sealed import Secret
 from placement.service.registry_choice import choose_registry
-from placement.service.stores import EPOCH_BYTES, TENANTS_KEY
+from placement.service.sites import REVOKED_PREFIX, SITE_PREFIX
+from placement.service.stores import EPOCH_BYTES, HISTORY_PREFIX, POLICY_PREFIX, TENANTS_KEY
 
 REGISTRY_FILE = "registry.json"
-_SHARED_PREFIXES = ("policies/", "policy_history/", TENANTS_KEY)
+_SHARED_PREFIXES = (POLICY_PREFIX, HISTORY_PREFIX, TENANTS_KEY, SITE_PREFIX, REVOKED_PREFIX)
 
 
 def folders_of(settings: PlacementSettings, ca: Path | None, more: Mapping[str, Path]) -> dict[str, Path]:
@@ -79,9 +80,9 @@ def _write(
 async def restore(
     settings: PlacementSettings, archive: Path, secret: Secret, *, ca: Path | None, more: Mapping[str, Path]
 ) -> Summary:
-    """Put everything back, into empty folders and a registry without policies and tenants only. The audit chain goes
-    on: its next entry says that it was restored, and from when. Raises AlreadyExists, PayloadCorrupt, InvalidRequest;
-    nothing was put in place then."""
+    """Put everything back, into empty folders and a registry without policies, tenants and sites only. The audit chain
+    goes on: its next entry says that it was restored, and from when. Raises AlreadyExists, PayloadCorrupt,
+    InvalidRequest; nothing was put in place then."""
     folders = folders_of(settings, ca, more)
     check_empty(folders.values())
     await _check_registry_empty(settings)
@@ -123,7 +124,9 @@ async def _shared_values(settings: PlacementSettings) -> dict[str, bytes] | None
 
 async def _check_registry_empty(settings: PlacementSettings) -> None:
     if await _shared_values(settings):
-        raise AlreadyExists("the registry holds policies or tenants; a backup is restored into an empty one only")
+        raise AlreadyExists(
+            "the registry holds policies, tenants or sites; a backup is restored into an empty one only"
+        )
 
 
 async def _restore_registry(settings: PlacementSettings, staged: Staged) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mesh.errors import MeshError, by_reason
+from mesh.errors import MeshError, by_reason, told_details
 from mesh.identity.place import Place
 from mesh.v1 import inference_pb2 as pb
 from mesh.v1 import sibling_pb2 as wire
@@ -74,7 +74,7 @@ def error_of(message: wire.CopiedEnd) -> MeshError | None:
     """What the request ended with."""
     if not message.error_reason:
         return None
-    return by_reason(message.error_reason)(message.error_message, **dict(message.error_details))
+    return by_reason(message.error_reason)(message.error_message, **told_details(message.error_details))
 
 
 def _entry_to_wire(entry: LogEntry) -> wire.CopiedEntry:

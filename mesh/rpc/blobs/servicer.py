@@ -1,10 +1,13 @@
 """The Blobs RPCs over a shelf. Who calls must be a node of this mesh; every member may have what is on the shelf, which
-holds no tenant's data. Bounded: so many fetches at once."""
+holds no tenant's data. Bounded: so many fetches at once, fewer of one node, and one thread that reads files through for
+their digests."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 import grpc.aio
@@ -22,28 +25,40 @@ class BlobsServicer(pb_grpc.BlobsServicer):
     """`peer_place` raises Unauthenticated where there is no certificate of a node of this mesh."""
 
     def __init__(
-        self, shelf: BlobShelf, peer_place: Callable[[grpc.aio.ServicerContext], Place], *, most_open: int = 16
+        self,
+        shelf: BlobShelf,
+        peer_place: Callable[[grpc.aio.ServicerContext], Place],
+        *,
+        most_open: int = 16,
+        most_each: int = 4,
     ) -> None:
         self._shelf = shelf
         self._peer_place = peer_place
         self._most_open = most_open
-        self._open = 0
+        self._most_each = most_each
+        self._open: Counter[str] = Counter()  # node id -> its fetches
+        # Digests take long at first: askers, also those who left, must not use the threads of this process up.
+        self._looker = ThreadPoolExecutor(1, "blobs")
 
     async def ListBlobs(self, request: pb.ListBlobsRequest, context: grpc.aio.ServicerContext) -> pb.ListBlobsResponse:
         self._peer_place(context)
-        blobs = await asyncio.to_thread(self._shelf.blobs)
+        blobs = await asyncio.get_running_loop().run_in_executor(self._looker, self._shelf.blobs)
         told = (pb.Blob(digest=b.digest, size_bytes=b.size_bytes, name=b.name, kind=b.kind) for b in blobs)
         return pb.ListBlobsResponse(blobs=told)
 
     async def FetchBlob(
         self, request: pb.FetchBlobRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.FetchBlobResponse]:
-        self._peer_place(context)
-        if self._open >= self._most_open:
-            raise Overloaded(f"{self._open} files are being given here, the most is {self._most_open}: try again later")
-        self._open += 1
+        node_id = self._peer_place(context).node_id
+        total = self._open.total()
+        if total >= self._most_open:
+            raise Overloaded(f"{total} files are being given here, the most is {self._most_open}: try again later")
+        if self._open[node_id] >= self._most_each:
+            raise Overloaded(f"{node_id} takes {self._most_each} files already, which is the most: end one")
+        self._open[node_id] += 1
         try:
-            blob = await asyncio.to_thread(self._shelf.find, request.digest)
+            loop = asyncio.get_running_loop()
+            blob = await loop.run_in_executor(self._looker, self._shelf.find, request.digest)
             if request.offset_bytes > blob.size_bytes:
                 raise InvalidRequest(
                     f"the file has {blob.size_bytes} bytes, asked for those from {request.offset_bytes} on",
@@ -58,7 +73,8 @@ class BlobsServicer(pb_grpc.BlobsServicer):
                     left -= len(data)
                     yield pb.FetchBlobResponse(size_bytes=blob.size_bytes, data=data)
         finally:
-            self._open -= 1
+            self._open[node_id] -= 1
+            self._open += Counter()  # without those at nought
 
 
 def _read(file: BinaryIO, blob: Blob, n_bytes: int) -> bytes:

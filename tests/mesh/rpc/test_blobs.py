@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import os
 import random
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +31,7 @@ from mesh.identity.place import Place
 from mesh.rpc.blobs import fetch as fetch_module
 from mesh.rpc.blobs.fetch import FetchLimits, fetch_blob, list_blobs, part_of
 from mesh.rpc.blobs.servicer import PART_BYTES, BlobsServicer
-from mesh.rpc.blobs.shelf import BlobShelf, model_shelf
+from mesh.rpc.blobs.shelf import Blob, BlobShelf, model_shelf
 from mesh.rpc.errors import ErrorInterceptor
 from mesh.settings import ModelFile
 from mesh.v1 import blobs_pb2 as pb
@@ -225,6 +227,45 @@ async def test_strangers_and_too_many_are_refused(model: Path, target: Path, ser
     dial = await serve(BlobsServicer(shelf_of(model), anybody, most_open=0))
     with pytest.raises(Overloaded):
         await fetch_blob(dial, DIGEST, target, limits=FetchLimits(attempts=1))
+
+
+async def test_one_node_does_not_take_all_places(model: Path, target: Path, serve: Any) -> None:
+    callers = iter(["edge-1", "edge-2"])
+
+    def caller(context: Any) -> Place:
+        return SimpleNamespace(node_id=next(callers))  # type: ignore[return-value]
+
+    servicer = BlobsServicer(shelf_of(model), caller, most_each=1)
+    servicer._open["edge-1"] = 1  # one that never ends
+    dial = await serve(servicer)
+    with pytest.raises(Overloaded, match="edge-1 takes"):
+        await fetch_blob(dial, DIGEST, target, limits=FetchLimits(attempts=1))
+    await fetch_blob(dial, DIGEST, target, limits=QUICK)
+    assert target.read_bytes() == BYTES
+    assert "edge-2" not in servicer._open
+
+
+async def test_askers_who_leave_do_not_use_up_threads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, most, begun, done = [0], [0], threading.Event(), threading.Event()
+
+    def slow(shelf: BlobShelf) -> tuple[Blob, ...]:
+        reading[0] += 1
+        most[0] = max(most[0], reading[0])
+        begun.set()
+        done.wait(5.0)
+        reading[0] -= 1
+        return ()
+
+    monkeypatch.setattr(BlobShelf, "blobs", slow)
+    servicer = BlobsServicer(shelf_of(model), anybody)
+    for _ in range(4):
+        asked = asyncio.create_task(servicer.ListBlobs(pb.ListBlobsRequest(), SimpleNamespace()))  # type: ignore[arg-type]
+        assert await asyncio.to_thread(begun.wait, 5.0)
+        await asyncio.sleep(0.02)
+        asked.cancel()
+    done.set()
+    await servicer.ListBlobs(pb.ListBlobsRequest(), SimpleNamespace())  # type: ignore[arg-type]
+    assert most[0] == 1
 
 
 def test_a_file_that_is_gone_is_left_out(model: Path) -> None:

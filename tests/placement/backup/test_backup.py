@@ -14,19 +14,21 @@ from typer.testing import CliRunner
 from mesh.audit.chain import EntryKind
 from mesh.audit.log import AUDIT_FOLDER, AuditLog, segments
 from mesh.audit.verify import verify_log
-from mesh.errors import AlreadyExists, InvalidRequest, MeshError, PayloadCorrupt
+from mesh.errors import AlreadyExists, InvalidRequest, MeshError, PayloadCorrupt, PolicyDenied
 from mesh.identity.ca import CertificateAuthority, NodeCredentials
+from mesh.identity.enrolment import SiteRecord
 from mesh.identity.place import Place, Role, Tier
 from mesh.identity.principal import AccessRole
 from mesh.identity.signing import NodeIdentity
 from mesh.identity.tenants import issue_key, new_tenant
 from mesh.registry.embedded import EmbeddedRegistry
-from mesh.settings import Identity, PlacementSettings, to_yaml
-from placement.backup import sealed
+from mesh.settings import Identity, PlacementSettings, RegistryKind, RegistrySettings, to_yaml
+from placement.backup import run, sealed
 from placement.backup.commands import register
-from placement.backup.contents import stage, write_backup
+from placement.backup.contents import put_in_place, stage, write_backup
 from placement.backup.run import REGISTRY_FILE, backup, check, restore
 from placement.backup.sealed import PIECE_BYTES, SealedWriter, Secret, opened
+from placement.service.sites import RevokedSites, SiteStore
 from placement.service.stores import PolicyStore, TenantStore
 
 KEY = Secret(kind="key", raw=bytes(range(32)))
@@ -251,6 +253,7 @@ async def test_folders_that_have_no_place_here_are_asked_for(world: World, tmp_p
     new = World(tmp_path / "new")
     with pytest.raises(InvalidRequest, match="ca, paris-audit"):
         await restore(new.settings, tmp_path / "b", KEY, ca=None, more={})
+    assert not [path for path in everything(tmp_path / "new") if path.is_file()]
     put = tmp_path / "put" / "audit"
     await restore(new.settings, tmp_path / "b", KEY, ca=new.ca, more={"paris-audit": put})
     assert (put / "audit-000001.jsonl").read_bytes() == b"{}\n"
@@ -272,3 +275,52 @@ async def test_the_commands(world: World, tmp_path: Path) -> None:
     assert '"mesh": "toy"' in checked.output
     refused = await invoke(["restore", *common])
     assert isinstance(refused.exception, AlreadyExists)
+
+
+def test_what_was_unpacked_does_not_stay_where_it_finds_no_room(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "node_key.pem").write_bytes(b"secret")
+    file = io.BytesIO()
+    write_backup(file, KEY, mesh="toy", folders={"identity": tmp_path / "in"}, values=None, made_unix_s=1.0, log_n=10)
+    staged = stage(io.BytesIO(file.getvalue()), KEY, tmp_path / "out")
+    with pytest.raises(AlreadyExists):  # filled since it was looked at
+        put_in_place(staged, {"identity": tmp_path / "in"})
+    assert everything(tmp_path / "out") == []
+
+
+async def test_revoked_sites_of_a_shared_registry_stay_revoked(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "old.json", tmp_path / "new.json"
+
+    def use(file: Path) -> None:
+        monkeypatch.setattr(run, "choose_registry", lambda kind, embedded: EmbeddedRegistry(file))
+
+    registry = EmbeddedRegistry(shared[0])
+    await registry.start()
+    store = SiteStore(registry)
+    await store.create(SiteRecord(site="paris", region="eu", jurisdiction="FR", created_unix_s=1.0))
+    await store.revoke("paris", 2.0)
+    _, key = issue_key("acme", AccessRole.TENANT, created_unix_s=1)
+    await TenantStore(registry, lambda: None).change(lambda d: d.with_tenant(new_tenant("acme")).with_key(key))
+    await registry.close()
+
+    consul = RegistrySettings(kind=RegistryKind.CONSUL)
+    use(shared[0])
+    settings = world.settings.model_copy(update={"registry": consul})
+    await backup(settings, tmp_path / "b", KEY, ca=None, more={})
+    use(shared[1])
+    new = World(tmp_path / "new")
+    await restore(new.settings.model_copy(update={"registry": consul}), tmp_path / "b", KEY, ca=None, more={})
+
+    restored = EmbeddedRegistry(shared[1])
+    await restored.start()
+    sites, marks = SiteStore(restored), RevokedSites(restored)
+    await sites.start()
+    await marks.start()
+    box = sites.named("paris").place("toy", "edge-paris")
+    assert sites.refusal(box) is not None
+    with pytest.raises(PolicyDenied):
+        marks.check(box)
+    for each in (sites, marks, restored):
+        await each.close()

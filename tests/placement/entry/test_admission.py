@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import time
 from dataclasses import replace
@@ -120,7 +121,18 @@ async def test_a_continuation_cannot_be_forged_lowered_or_borrowed(make_mesh: Ma
     good = continuation.issue(salt, tenant=TENANT, label="confidential", model="toy")
     assert continuation.label_of(salt, good, tenant=TENANT) == "confidential"
     others = continuation.issue(salt, tenant="other", label="public", model="toy")
-    for bad in (others, good[:-4], good + "AAAA", "kmc1.", "x" * 10, "kmc1." + "A" * 2_000, good.replace("1", "2", 1)):
+    torn = bytes(32) + b'{"tenant": "%s", "label": "\\ud800", "model": "toy"}' % TENANT.encode()
+    half = "kmc1." + base64.urlsafe_b64encode(torn).decode()
+    for bad in (
+        half,
+        others,
+        good[:-4],
+        good + "AAAA",
+        "kmc1.",
+        "x" * 10,
+        "kmc1." + "A" * 2_000,
+        good.replace("1", "2", 1),
+    ):
         error = await refused(mesh, request_of(continues=bad), InvalidRequest)
         assert error.details["field"] == "continues"
 

@@ -19,6 +19,7 @@ from mesh.telemetry.metrics import Metrics
 from mesh.v1 import inference_pb2 as pb
 from mesh.v1 import sibling_pb2, sibling_pb2_grpc
 from placement.entry import front_door as front_door_module
+from placement.entry.copies import error_of
 from placement.entry.front_door import FrontDoor
 from placement.entry.in_flight import InFlight
 from placement.entry.intake import Accepted
@@ -301,6 +302,15 @@ async def test_what_one_sends_counts_at_the_other_with_its_age(pair: tuple[Servi
     assert known(sent.at_s + 1.0) == (0, 0), "the node's own figures have it by then"
     await one.kill()
     await until(lambda: not two.in_flight._others)
+
+
+def test_details_of_a_sibling_are_held_to_what_an_error_takes() -> None:
+    end = sibling_pb2.CopiedEnd(request_id="r", error_reason="OVERLOADED", error_message="full")
+    end.error_details.update({"message": "x", "rule": "y" * 10_000})
+    error = error_of(end)
+    assert error is not None
+    assert error.message == "full"
+    assert len(error.details["rule"]) <= 256
 
 
 async def test_only_placement_services_share(mesh: MemoryMesh) -> None:
