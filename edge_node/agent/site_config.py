@@ -69,8 +69,11 @@ class SiteConfig:
                 log.error("site_config_not_kept", reason=error.reason, error=error.message)
 
     def _opened(self, data: bytes) -> bytes:
-        """As it was written before a key was given, or sealed with it. Raises PayloadCorrupt."""
+        """Raises PayloadCorrupt, where there is a key for what is not sealed too: anybody with the disk could have
+        written that."""
         if not is_sealed(data):
+            if self._sealer is not None:
+                raise PayloadCorrupt("it is not sealed, and there is a state key")
             return data
         if self._sealer is None:
             raise PayloadCorrupt("it is sealed, and no state key is given")

@@ -62,7 +62,7 @@ class StateKey:
         """From a file of random bytes, such as a systemd credential. Raises InvalidRequest if it cannot be read, is
         too short, or others may read it."""
         try:
-            others = path.stat().st_mode & 0o077
+            others = _open_to(path.stat())
             secret = path.read_bytes()
         except OSError as error:
             raise InvalidRequest(f"cannot read the state key {path}: {error.strerror}", field="state_key") from error
@@ -87,6 +87,14 @@ class StateKey:
     def sealer(self, purpose: str) -> Sealer:
         """For what is sealed for this purpose and no other."""
         return Sealer(HKDF(algorithm=SHA256(), length=32, salt=None, info=purpose.encode()).derive(self._secret))
+
+
+def _open_to(stat: os.stat_result) -> int:
+    """Mode bits of those who should not read it. A credential of systemd is root's and of mode 0440, where the group's
+    bit is the mask of the list that lets the service in (acl(5))."""
+    if stat.st_uid == stat.st_gid == 0 and stat.st_mode & 0o777 == 0o440:
+        return 0
+    return stat.st_mode & 0o077
 
 
 def is_sealed(data: bytes) -> bool:

@@ -30,13 +30,15 @@ OnChange = Callable[[], None]
 
 class SiteStore:
     """Owned by the placement service; `start` and `close` it. A record that cannot be read, or is gone, keeps its last
-    good state: a registry that lost its data must not take a revoked site back."""
+    good state: a registry that lost its data must not take a revoked site back. One that was never read lets nobody of
+    that site in: it may be revoked."""
 
     def __init__(self, registry: Registry, on_change: OnChange = lambda: None) -> None:
         self._registry = registry
         self._on_change = on_change
         self._task: asyncio.Task[None] | None = None
         self._sites: dict[str, SiteRecord] = {}
+        self._unreadable: frozenset[str] = frozenset()  # sites without a last good state
 
     async def start(self) -> None:
         """Read once (raises NodeUnreachable), then follow."""
@@ -100,6 +102,12 @@ class SiteStore:
         """The place of a caller that is a node of the mesh now. Raises Unauthenticated, PolicyDenied."""
         place = peer_place(context, mesh=mesh)
         record = self._sites.get(place.site) if place.role is Role.EDGE else None
+        if record is None and place.role is Role.EDGE and place.site in self._unreadable:
+            raise PolicyDenied(
+                f"what is known of site {place.site} cannot be read by this placement service: look at its log",
+                rule="site_unreadable",
+                site=place.site,
+            )
         if record is not None:
             record.check_box(place, key_digest(peer_certificate(context).public_key()))
         return place
@@ -120,17 +128,19 @@ class SiteStore:
             self._use(values)
 
     def _use(self, values: tuple[Value, ...]) -> None:
-        sites = dict(self._sites)
+        sites, unreadable = dict(self._sites), set()
         for value in values:
             name = value.key.removeprefix(SITE_PREFIX)
             try:
                 record = SiteRecord.from_json(value.value)
             except PayloadCorrupt as error:
                 log.error("site_record_unusable", site=name, reason=error.reason)
+                unreadable.add(name)
                 continue
             known = sites.get(name)
             if known is None or not known.revoked_unix_s or record.revoked_unix_s:
                 sites[name] = record
+        self._unreadable = frozenset(unreadable - sites.keys())
         if sites != self._sites:
             self._sites = sites
             self._on_change()

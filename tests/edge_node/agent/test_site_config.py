@@ -13,6 +13,7 @@ from edge_node.agent.process import _load
 from edge_node.agent.site_config import SiteConfig
 from mesh.errors import InvalidRequest, MeshError, Overloaded, PayloadCorrupt, PolicyDenied, Unauthenticated
 from mesh.identity.principal import AccessRole
+from mesh.identity.sealing import StateKey
 from mesh.identity.tenants import issue_key
 from mesh.v1 import admin_pb2, uplink_pb2
 
@@ -191,3 +192,11 @@ def test_what_is_being_taken_does_not_outlive_a_revocation(file: Path, monkeypat
     forgetting.join()
     assert_closed(site)
     assert not file.exists()
+
+
+def test_with_a_state_key_a_file_that_is_not_sealed_is_not_believed(file: Path) -> None:
+    SiteConfig(file).take(message())
+    site = SiteConfig(file, StateKey(bytes(32)).sealer("site-config"))
+    with pytest.raises(PayloadCorrupt, match="cannot be read"):
+        site.load()
+    assert_closed(site)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from mesh.errors import InvalidRequest, PayloadCorrupt
-from mesh.identity.sealing import OVERHEAD_BYTES, StateKey, is_sealed
+from mesh.identity.sealing import OVERHEAD_BYTES, StateKey, _open_to, is_sealed
 
 KEY = StateKey(bytes(range(32)))
 
@@ -56,3 +57,20 @@ def test_a_key_file_is_private_and_long_enough(tmp_path: Path) -> None:
         StateKey.load(tmp_path / "none")
     with pytest.raises(InvalidRequest, match="32 to"):
         StateKey(b"short")
+
+
+@pytest.mark.parametrize(
+    ("uid", "gid", "mode", "taken"),
+    [
+        (0, 0, 0o440, True),  # as systemd shows a credential
+        (0, 0, 0o444, False),
+        (0, 0, 0o460, False),
+        (0, 0, 0o640, False),
+        (0, 5, 0o440, False),
+        (7, 0, 0o440, False),
+        (7, 7, 0o400, True),
+    ],
+)
+def test_who_else_may_read_a_state_key(uid: int, gid: int, mode: int, taken: bool) -> None:
+    stat = os.stat_result((mode, 0, 0, 1, uid, gid, 32, 0, 0, 0))
+    assert (_open_to(stat) == 0) == taken

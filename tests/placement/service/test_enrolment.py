@@ -321,6 +321,19 @@ async def test_a_revoked_site_is_cut_off_and_stays_out(tmp_path: Path) -> None:
             await renew(w.node_address, ring, "placement-1")
 
 
+async def test_a_site_whose_record_was_never_read_is_not_let_in(tmp_path: Path) -> None:
+    async with world(tmp_path) as w:
+        ring = await w.join(await w.site())
+        await w.registry.put("sites/paris", b'{"format":99}')
+        begun_anew = SiteStore(w.registry)
+        await begun_anew.start()
+        w.store.admit = begun_anew.admit  # type: ignore[method-assign]
+        with pytest.raises(PolicyDenied) as refusal:
+            await renew(w.node_address, ring, "placement-1")
+        assert refusal.value.details["rule"] == "site_unreadable"
+        await begun_anew.close()
+
+
 async def test_a_request_for_another_key_is_no_renewal(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         ring = await w.join(await w.site())
