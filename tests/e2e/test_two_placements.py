@@ -70,15 +70,15 @@ async def second_placement(mesh: RunningMesh) -> AsyncIterator[tuple[NodeProcess
         await process.drain(20.0)
 
 
-async def hear_one_another(mesh: RunningMesh) -> None:
-    """Until each placement service takes what the other tells."""
+async def hear_one_another(mesh: RunningMesh, times: int = 1) -> None:
+    """Until each placement service takes what the other tells, for the so manieth time."""
 
     async def heard() -> bool:
         logs = [
             "".join(p.read_text() for p in (mesh.plan.folder / name).glob("process*.log"))
             for name in ("placement-1", "placement-2")
         ]
-        return all("sibling_hears_us" in text for text in logs)
+        return all(text.count("sibling_hears_us") >= times for text in logs)
 
     await eventually(heard)
 
@@ -114,6 +114,7 @@ async def test_either_may_die_under_load(consul_agent: ConsulAgent, tmp_path: Pa
         assert any(stream.migrations for stream in done), "none was running when its entry died"
 
         await mesh.start("placement-1")
+        await hear_one_another(mesh, times=2)  # requests are copied to whoever hears when they begin
         async with AsyncExitStack() as load:
             running = [
                 await load.enter_async_context(following(at_two, prompt, tokens=4, label="public", max_tokens=TOKENS))
