@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mesh.audit.chain import Entry, EntryKind, Head, head_body, make_line, read_line
-from mesh.audit.segments import Segments, made, segments, stored
+from mesh.audit.segments import Segments, append_durably, made, segments, stored
 from mesh.errors import Internal, MeshError, Overloaded, PayloadCorrupt
-from mesh.identity.files import make_private_folder, sync_folder, write_error, write_private
+from mesh.identity.files import make_private_folder, write_private
 from mesh.identity.place import Place
 from mesh.identity.sealing import Sealer
 from mesh.identity.signing import SignedRecord
@@ -220,20 +220,7 @@ class AuditLog:
         path = self._segments.for_append(
             0 if self._head is None else self._head.seq + 1, self._limits.segment_bytes or SEGMENT_BYTES
         )
-        try:
-            with open(path, "ab", opener=_private) as file:
-                size = file.tell()
-                if size == 0:
-                    sync_folder(self._folder)
-                try:
-                    file.write(lines)
-                    file.flush()
-                    os.fsync(file.fileno())
-                except OSError:
-                    file.truncate(size)
-                    raise
-        except OSError as error:
-            raise write_error(path, error) from error
+        append_durably(path, lines)
         crosses = self._head is not None and heads[-1].seq // HEAD_EVERY > self._head.seq // HEAD_EVERY
         self._head, self._content_seq = head, content_seq
         if crosses:
@@ -303,7 +290,3 @@ def record_from_json(value: Any) -> SignedRecord:
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise PayloadCorrupt("a signed record that cannot be read") from exc
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

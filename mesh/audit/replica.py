@@ -13,9 +13,9 @@ import os
 from pathlib import Path
 
 from mesh.audit.chain import Entry, EntryKind, Head, read_line
-from mesh.audit.segments import segments
+from mesh.audit.segments import append_durably, segments
 from mesh.errors import PayloadCorrupt
-from mesh.identity.files import make_private_folder, sync_folder, write_error
+from mesh.identity.files import make_private_folder, sync_folder
 from mesh.identity.place import Place
 
 SITE_LOGS_FOLDER = "site-logs"
@@ -63,7 +63,7 @@ class Replica:
             head, good = entry.head, good + line
         before = self.next_seq
         if good:
-            self._write(bytes(good))
+            append_durably(self._segment(), bytes(good))
             self.head = head
         if trouble is not None:
             raise trouble
@@ -74,23 +74,6 @@ class Replica:
             raise PayloadCorrupt(f"{self._place.node_id} sent an entry of another log")
         if entry.kind is EntryKind.START and entry.payload.get("node") != self._place.uri:
             raise PayloadCorrupt(f"{self._place.node_id} sent the log of {str(entry.payload.get('node'))[:200]}")
-
-    def _write(self, data: bytes) -> None:
-        path = self._segment()
-        try:
-            with open(path, "ab", opener=_private) as file:
-                size = file.tell()
-                if size == 0:
-                    sync_folder(self._folder)
-                try:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                except OSError:
-                    file.truncate(size)
-                    raise
-        except OSError as error:
-            raise write_error(path, error) from error
 
     def _segment(self) -> Path:
         found = segments(self._folder)
@@ -128,7 +111,3 @@ def _unchecked(line: bytes) -> Head:
         return Head(chain=str(body["chain"]), seq=int(body["seq"]), digest=hashlib.sha256(line).hexdigest())
     except (ValueError, KeyError, TypeError) as exc:
         raise PayloadCorrupt("the copy of a site's log is damaged") from exc
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mesh.audit.chain import MAX_LINE_BYTES
 from mesh.errors import PayloadCorrupt
+from mesh.identity.files import sync_folder, write_error
 from mesh.identity.sealing import Sealer
 
 _SEALED = b"~"
@@ -54,6 +55,29 @@ def read_lines(path: Path, sealer: Sealer | None, offset: int = 0) -> Iterator[t
         file.seek(offset)
         while (line := file.readline(_MAX_STORED_BYTES)).endswith(b"\n"):
             yield made(line, sealer), file.tell()
+
+
+def append_durably(path: Path, data: bytes | bytearray) -> None:
+    """Append whole lines, synced, all or nothing: what was half written is cut off again. Raises Overloaded (the disk
+    is full) or Internal."""
+    try:
+        with open(path, "ab", opener=_private) as file:
+            size = file.tell()
+            if size == 0:
+                sync_folder(path.parent)
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(size)
+                raise
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

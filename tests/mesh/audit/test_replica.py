@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mesh.audit import replica as replica_module
+from mesh.audit import segments as segments_module
 from mesh.audit.chain import EntryKind
 from mesh.audit.log import AuditLog, LogLimits, segments
 from mesh.audit.replica import Replica
@@ -107,7 +108,8 @@ async def test_a_new_file_is_in_its_folder_before_it_is_told_as_kept(
     paris = node("paris")
     log, lines = await lines_of(tmp_path / "site", paris, 8)
     synced = list[Path]()
-    monkeypatch.setattr(replica_module, "sync_folder", synced.append)
+    for module in (replica_module, segments_module):
+        monkeypatch.setattr(module, "sync_folder", synced.append)
     replica = Replica(tmp_path / "core", paris.place, log.head.chain)
     folder = tmp_path / "core" / "paris" / log.head.chain
     assert synced == [folder.parent, folder.parent.parent]
