@@ -27,7 +27,7 @@ from typing import Any
 
 from edge_node.engine.selftest import SelfTestResult, run_self_test
 from mesh.errors import InvalidRequest, MeshError, NotFound, Overloaded, PayloadCorrupt
-from mesh.identity.files import make_private_folder, write_private
+from mesh.identity.files import make_private_folder, sync_folder, write_private
 from mesh.rpc.blobs.fetch import KEEP_FREE_BYTES, fetch_blob
 from mesh.telemetry.log import get_logger
 
@@ -189,11 +189,7 @@ class ModelStore:
         new.unlink(missing_ok=True)
         new.symlink_to(slot)
         os.replace(new, self.folder / _CURRENT)
-        handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_folder(self.folder)
 
 
 def check_header(path: Path) -> None:

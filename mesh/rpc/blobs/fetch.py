@@ -21,7 +21,7 @@ from typing import BinaryIO
 import grpc.aio
 
 from mesh.errors import AlreadyExists, InvalidRequest, MeshError, NodeUnreachable, Overloaded, PayloadCorrupt, Retry
-from mesh.identity.files import write_error
+from mesh.identity.files import sync_folder, write_error
 from mesh.rpc.errors import translate_rpc_errors
 from mesh.telemetry.log import get_logger
 from mesh.v1 import blobs_pb2 as pb
@@ -181,11 +181,7 @@ def _finish(part: Path, digest: str, target: Path) -> None:
         part.unlink()
         raise PayloadCorrupt(f"the file's SHA-256 is {found}, not {digest}: it was thrown away", field="digest")
     os.replace(part, target)
-    handle = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(target.parent)
 
 
 def _open(part: Path) -> BinaryIO:
