@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Annotated
 
+import grpc.aio
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -84,7 +85,7 @@ async def _install(settings: EdgeSettings, name: str, digest: str) -> str:
     credentials = NodeCredentials.load(settings.identity.folder)
     peer = settings.placement
 
-    def dial():  # type: ignore[no-untyped-def]  # a channel
+    def dial() -> grpc.aio.Channel:
         return node_channel(str(peer.address), credentials, peer.node_id)
 
     given = [b for b in await list_blobs(dial) if b.kind == "model"]
