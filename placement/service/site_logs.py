@@ -12,13 +12,13 @@ import asyncio
 import math
 import time
 from pathlib import Path
-from typing import Protocol
 
 from mesh.audit.replica import Replica
 from mesh.errors import MeshError, PayloadCorrupt
 from mesh.identity.place import Place
 from mesh.telemetry.log import get_logger
 from mesh.v1 import uplink_pb2
+from placement.service.witnesses import Hub
 
 log = get_logger(__name__)
 PERIOD_S = 20.0
@@ -27,21 +27,6 @@ _AT_ONCE = 8  # sites: a silent one must not hold the others up
 _TIMEOUT_S = 15.0
 _ANSWER_BYTES = 512 * 1024
 _MOST_ANSWERS = 64  # of one site in one round: others wait behind it
-
-
-class Attached(Protocol):
-    @property
-    def place(self) -> Place: ...
-
-
-class Hub(Protocol):
-    """What is used of mesh.rpc.uplink.hub."""
-
-    def attached(self) -> tuple[Attached, ...]: ...
-
-    async def command(
-        self, node_id: str, command: uplink_pb2.Command, *, timeout_s: float
-    ) -> uplink_pb2.CommandResult: ...
 
 
 class SiteLogs:
